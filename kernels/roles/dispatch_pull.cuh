@@ -1,0 +1,201 @@
+// Dispatch warps, second half: learn what this rank received, publish the expert tables to the CTA, and
+// pull the rows into the pool: bulk load from the peer into shared memory, bulk store into the pool, then
+// one arrival per row. A row longer than 4 KB travels in chunks; the load of the next chunk is in flight
+// while the current one is stored.
+#pragma once
+#include "dispatch_send.cuh"
+
+namespace megamoe {
+
+// Expert tables of a CTA, in shared memory. Entry q = expert * R + j stands for source (rank + j) % R.
+template <class C>
+struct ExpertTables {
+    u32 *row_prefix, *list_base, *pool_base, *counts;
+    MM_DEVICE ExpertTables(const KernelParams& p, u8* smem) {
+        const u32 local = local_experts(p);
+        row_prefix = reinterpret_cast<u32*>(smem + SharedPlan<C>::row_prefix(p.hidden));
+        list_base = reinterpret_cast<u32*>(smem + SharedPlan<C>::list_base(p.hidden, local, p.num_ranks));
+        pool_base = reinterpret_cast<u32*>(smem + SharedPlan<C>::pool_base(p.hidden, local, p.num_ranks));
+        counts = reinterpret_cast<u32*>(smem + SharedPlan<C>::counts(p.hidden, local, p.num_ranks));
+    }
+};
+
+template <class C>
+struct DispatchPull {
+    static constexpr u32 kThreads = C::kDispatchWarps * 32;
+
+    const KernelParams& p;
+    const CtaBarriers<C>& bars;
+    ExpertTables<C> tables;
+    u8* smem;
+    u32 epoch, thread, lane, warp;
+
+    MM_DEVICE DispatchPull(const KernelParams& params, const CtaBarriers<C>& barriers, u8* shared, u32 launch_epoch, u32 dispatch_thread)
+        : p(params), bars(barriers), tables(params, shared), smem(shared), epoch(launch_epoch), thread(dispatch_thread),
+          lane(dispatch_thread % 32), warp(dispatch_thread / 32) {}
+
+    MM_DEVICE void sync() const { hw::bar_sync(kBarDispatch, kThreads); }
+
+    // Waits for every source's flag, then builds the tables and lets the scheduler start.
+    MM_DEVICE void build_tables() const {
+        const u32 local = local_experts(p), ranks = p.num_ranks, entries = local * ranks;
+        u32* ok_word = tables.row_prefix + entries;   // borrowed before the total goes there
+        if (thread < 32) {
+            bool ok = true;
+            if (lane < ranks)
+                ok = wait_equal<Scope::kSys>(p, local_region<u32>(p, kCountFlag) + lane, epoch + 1, kWaitCountFlag, lane);
+            ok = hw::all(ok);
+            if (lane == 0) hw::sts_u32(ok_word, ok);
+        }
+        sync();
+        const bool ok = hw::lds_u32(ok_word) != 0;   // after an abort the counts mean nothing: take none
+        const u32* received = local_region<u32>(p, kRecvCount);
+        for (u32 q = thread; q < entries; q += kThreads) {
+            const u32 expert = q / ranks, source = (p.rank + q % ranks) % ranks;
+            hw::sts_u32(tables.row_prefix + q, ok ? hw::ld_u32(received + source * local + expert) : 0);
+            hw::sts_u32(tables.list_base + q, ok ? hw::ld_u32(received + entries + source * local + expert) : 0);
+        }
+        sync();
+        if (thread < 32) {
+            const u32 total = warp_prefix(tables.row_prefix, tables.row_prefix, entries, 1);
+            if (lane == 0) hw::sts_u32(tables.row_prefix + entries, total);
+            hw::warp_sync();
+            for (u32 e = lane; e < local; e += 32)
+                hw::sts_u32(tables.counts + e, hw::lds_u32(tables.row_prefix + (e + 1) * ranks) - hw::lds_u32(tables.row_prefix + e * ranks));
+            hw::warp_sync();
+            const u32 rows = warp_prefix(tables.counts, tables.pool_base, local, kTokenAlignment);
+            if (lane == 0) hw::sts_u32(tables.pool_base + local, rows);
+            hw::warp_sync();
+        }
+        sync();
+        if (thread == 0) hw::mbarrier_arrive(bars.tables());
+    }
+
+    // One CTA reports what was received.
+    MM_DEVICE void report_counts() const {
+        if (hw::cta_idx() != 0) return;
+        for (u32 e = thread; e < local_experts(p); e += kThreads) {
+            const u32 rows = hw::lds_u32(tables.counts + e);
+            hw::st_u32(local_region<u32>(p, kRecvCountSum) + e, rows);
+            if (p.stats) hw::red_add_relaxed<Scope::kGpu>(reinterpret_cast<u32*>(p.stats) + e, rows);
+        }
+    }
+
+    // Where a received row comes from and goes to. `entry` is token * K + slot at the source.
+    struct Row {
+        u32 source, entry, pool_row;
+    };
+    MM_DEVICE Row locate(u32 row) const {
+        u32 lo = 0, hi = local_experts(p) * p.num_ranks;   // prefix[lo] <= row < prefix[hi]
+        while (hi - lo > 1) {
+            const u32 mid = (lo + hi) / 2;
+            if (hw::lds_u32(tables.row_prefix + mid) <= row) lo = mid; else hi = mid;
+        }
+        const u32 expert = lo / p.num_ranks;
+        Row r;
+        r.source = (p.rank + lo % p.num_ranks) % p.num_ranks;
+        const u32 in_list = hw::lds_u32(tables.list_base + lo) + row - hw::lds_u32(tables.row_prefix + lo);
+        r.entry = hw::ld_u32(local_region<u32>(p, kRecvList) + r.source * (p.capacity * p.topk) + in_list);
+        r.pool_row = hw::lds_u32(tables.pool_base + expert) + row - hw::lds_u32(tables.row_prefix + expert * p.num_ranks);
+        return r;
+    }
+    // Row `from` of the batch that the warp's lanes located.
+    static MM_DEVICE Row broadcast(const Row& mine, u32 from) {
+        return {hw::shfl(mine.source, from), hw::shfl(mine.entry, from), hw::shfl(mine.pool_row, from)};
+    }
+
+    // Scales, routing weight and metadata of a row, by the whole warp.
+    MM_DEVICE void copy_side_data(const Row& r) const {
+        const u32 groups = p.hidden / 128, token = r.entry / p.topk;
+        const f32* from = peer_region<f32>(p, r.source, kXSf) + static_cast<u64>(token) * groups;
+        f32* to = local_region<f32>(p, kL1ActsSf) + r.pool_row;
+#pragma unroll 1
+        for (u32 g = lane; g < groups; g += 32) hw::st_f32(to + static_cast<u64>(g) * p.pool_rows, hw::ld_f32(from + g));
+        if (lane == 0)
+            hw::st_f32(local_region<f32>(p, kL1TopkWeights) + r.pool_row, hw::ld_f32(peer_region<f32>(p, r.source, kTopkWeights) + r.entry));
+        if (lane < 3) {
+            const u32 word = lane == 0 ? r.source : lane == 1 ? token : r.entry % p.topk;
+            hw::st_u32(local_region<u32>(p, kMetadata) + static_cast<u64>(r.pool_row) * 3 + lane, word);
+        }
+    }
+
+    // Bytes of chunk `chunk` of a row.
+    MM_DEVICE u32 chunk_size(u32 chunk, u32 chunk_bytes) const {
+        const u32 left = p.hidden - chunk * chunk_bytes;
+        return left < chunk_bytes ? left : chunk_bytes;
+    }
+
+    // The warp takes every step-th row. Lanes locate 32 rows at once; their chunks then go through the
+    // staging buffers, loads kRowDepth - 1 chunks ahead of stores.
+    MM_DEVICE void pull() const {
+        const u32 total = hw::lds_u32(tables.row_prefix + local_experts(p) * p.num_ranks);
+        const u32 chunk_bytes = SharedPlan<C>::row_chunk(p.hidden), chunks = ceil_div(p.hidden, chunk_bytes);
+        const u32 step = hw::num_ctas() * C::kDispatchWarps;
+        u8* staging = smem + SharedPlan<C>::kRows + warp * C::kRowDepth * chunk_bytes;
+        u64* ring = bars.pull(warp * C::kRowDepth);
+        RingCursor<C::kRowDepth> load_at, store_at;
+#pragma unroll 1
+        for (u32 base = hw::cta_idx() * C::kDispatchWarps + warp; base < total; base += 32 * step) {
+            const u32 left = ceil_div(total - base, step), rows = left < 32 ? left : 32;
+            Row mine{};
+            if (lane < rows) mine = locate(base + lane * step);
+            const u32 items = rows * chunks;
+#pragma unroll 1
+            for (u32 i = 0; i < items + C::kRowDepth - 1; ++i) {
+                if (i < items) {
+                    const Row row = broadcast(mine, i / chunks);
+                    if (lane == 0) start_load(row, i % chunks, chunk_bytes, staging, ring, load_at);
+                    load_at.advance();
+                }
+                if (i + 1 >= C::kRowDepth) {
+                    const u32 j = i + 1 - C::kRowDepth, chunk = j % chunks;
+                    const Row row = broadcast(mine, j / chunks);
+                    if (chunk == 0) copy_side_data(row);
+                    if (lane == 0) finish_chunk(row, chunk, chunk_bytes, staging, ring, store_at);
+                    store_at.advance();
+                    if (chunk + 1 == chunks) {
+                        hw::warp_sync();   // the side data of all lanes, before lane 0 publishes the row
+                        if (lane == 0) hw::red_add_release<Scope::kGpu>(arrival_bank(p, kL1Arrival, epoch & 1) + row.pool_row / C::kBlockM, 1);
+                    }
+                }
+            }
+        }
+    }
+    MM_DEVICE void start_load(const Row& row, u32 chunk, u32 chunk_bytes, u8* staging, u64* ring, const RingCursor<C::kRowDepth>& at) const {
+        const u32 offset = chunk * chunk_bytes, bytes = chunk_size(chunk, chunk_bytes);
+        hw::mbarrier_arrive_expect_tx(ring + at.slot(), bytes);
+        hw::bulk_load(staging + at.slot() * chunk_bytes,
+                      peer_region<u8>(p, row.source, kX) + static_cast<u64>(row.entry / p.topk) * p.hidden + offset, bytes, ring + at.slot());
+    }
+    MM_DEVICE void finish_chunk(const Row& row, u32 chunk, u32 chunk_bytes, u8* staging, u64* ring, const RingCursor<C::kRowDepth>& at) const {
+        mbarrier_wait(p, ring + at.slot(), at.parity(), kWaitPull, row.pool_row);
+        hw::bulk_store(local_region<u8>(p, kL1Acts) + static_cast<u64>(row.pool_row) * p.hidden + chunk * chunk_bytes,
+                       staging + at.slot() * chunk_bytes, chunk_size(chunk, chunk_bytes));
+        hw::bulk_commit();
+        hw::bulk_wait<0>();   // the bytes are in the pool, and the staging buffer is free
+    }
+
+    // The other bank was used by the launch before this one; nobody reads it now.
+    MM_DEVICE void clear_next_bank() const {
+        const u32 words = p.pool_rows / kArrivalGranularity;
+        u32* l1 = arrival_bank(p, kL1Arrival, (epoch + 1) & 1);
+        u32* l2 = arrival_bank(p, kL2Arrival, (epoch + 1) & 1);
+        const u32 first = hw::cta_idx() * kThreads + thread, step = hw::num_ctas() * kThreads;
+#pragma unroll 1
+        for (u32 i = first; i < words; i += step) {
+            hw::st_u32(l1 + i, 0);
+            hw::st_u32(l2 + i, 0);
+        }
+        u32* sent = send_count_bank(p, epoch + 1);
+        for (u32 e = first; e < p.num_experts; e += step) hw::st_u32(sent + e, 0);
+    }
+
+    MM_DEVICE void run() const {
+        build_tables();
+        report_counts();
+        pull();
+        clear_next_bank();
+    }
+};
+
+}  // namespace megamoe

@@ -1,0 +1,44 @@
+// TMA warp 0, lane 0: activations and their scales, once the rows have arrived (L1) or the L1 tiles of
+// the block are written (L2).
+#pragma once
+#include "load_weights.cuh"
+
+namespace megamoe {
+
+template <class C>
+MM_DEVICE void load_acts(const KernelParams& p, u8* smem, const CtaBarriers<C>& bars) {
+    using Plan = SharedPlan<C>;
+    constexpr u32 kBoxRows = C::kBlockM < 64 ? C::kBlockM : 64;
+    RingCursor<kTileSlots> ring;
+    RingCursor<C::kStages> stage;
+    while (true) {
+        const Tile tile = read_tile<C>(p, smem, bars, ring);
+        hw::mbarrier_arrive(bars.tile_empty(ring.slot()));
+        ring.advance();
+        if (tile.kind() == kTileEnd) break;
+
+        const bool l1 = tile.kind() == kTileL1;
+        const u32 block = tile.row0 / C::kBlockM;
+        const u32* arrivals = arrival_bank(p, l1 ? kL1Arrival : kL2Arrival, tile.bank()) + block;
+        const u32 expected = l1 ? tile.valid() : p.intermediate / 128 * C::kMathWarpgroups;
+        wait_equal<Scope::kGpu>(p, arrivals, expected, l1 ? kWaitL1Arrival : kWaitL2Arrival, block);
+        hw::fence_proxy_async();   // the rows or scales were written by ordinary stores; TMA reads them
+
+        const TensorMap* map = l1 ? &p.l1_acts : &p.l2_acts;
+        const f32* scales = local_region<f32>(p, l1 ? kL1ActsSf : kL2ActsSf) + tile.row0;
+        const u32 num_k = (l1 ? p.hidden : p.intermediate) / 128;
+        const u32 boxes = ceil_div(tile.valid(), kBoxRows);   // rows past the last box stay unread
+        for (u32 k = 0; k < num_k; ++k) {
+            mbarrier_wait(p, bars.stage_empty(stage.slot()), stage.parity() ^ 1, kWaitStageEmpty, stage.slot());
+            u64* full = bars.stage_full(stage.slot());
+            hw::mbarrier_arrive_expect_tx(full, boxes * kBoxRows * 128 + C::kBlockM * 4);
+            u8* a = smem + Plan::kA + stage.slot() * Plan::kABytes;
+            for (u32 b = 0; b < boxes; ++b)
+                hw::tma_load_2d(a + b * kBoxRows * 128, map, full, static_cast<i32>(k * 128), static_cast<i32>(tile.row0 + b * kBoxRows));
+            hw::bulk_load(smem + Plan::kSfa + stage.slot() * Plan::kSfaBytes, scales + static_cast<u64>(k) * p.pool_rows, C::kBlockM * 4, full);
+            stage.advance();
+        }
+    }
+}
+
+}  // namespace megamoe

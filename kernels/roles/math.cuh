@@ -1,0 +1,36 @@
+// Math warpgroups: tiles in the scheduler's order, then the end of the launch and the combine.
+#pragma once
+#include "combine.cuh"
+
+namespace megamoe {
+
+template <class C>
+MM_DEVICE void math_role(const KernelParams& p, u8* smem, const CtaBarriers<C>& bars, u32 math_thread) {
+    const MathThread<C> me(math_thread);
+    if constexpr (C::kPhase >= Phase::kL1) {
+        RingCursor<kTileSlots> ring;
+        RingCursor<C::kStages> stage;
+        u32 l1_tiles = 0;
+        while (true) {
+            const Tile tile = read_tile<C>(p, smem, bars, ring);
+            hw::warp_sync();
+            if (me.lane() == 0) hw::mbarrier_arrive(bars.tile_empty(ring.slot()));
+            ring.advance();
+            if (tile.kind() == kTileEnd) break;
+            f32 acc[MathThread<C>::kSubTiles][64];
+            main_loop<C>(p, smem, bars, tile, me, stage, acc);
+            if (tile.kind() == kTileL1) {
+                EpilogueL1<C>{p, tile, me}.run(smem, acc, l1_tiles & 1);
+                ++l1_tiles;
+            } else {
+                EpilogueL2<C>{p, tile, me}.run(acc);
+            }
+        }
+    }
+    const bool complete = finish_and_wait<C>(p, smem, math_thread);
+    if constexpr (C::kPhase == Phase::kCombine) {
+        if (complete) Combine<C>{p, math_thread / 32, math_thread % 32}.run();
+    }
+}
+
+}  // namespace megamoe

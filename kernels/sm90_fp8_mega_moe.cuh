@@ -1,0 +1,54 @@
+// The kernel: roles assembled. One CTA per SM, persistent. Warps, in order: dispatch, TMA, math.
+#pragma once
+#include "roles/stub.cuh"
+
+namespace megamoe {
+
+// A variant's compile-time choices, completed with what follows from them.
+template <class Variant>
+struct Resolved : Variant {
+    static constexpr u32 kFrontendWarps = Variant::kDispatchWarps + Variant::kTmaWarps;
+    static constexpr u32 kThreads = 32 * kFrontendWarps + 128 * Variant::kMathWarpgroups;
+    static_assert(Variant::kBlockN == 256 && Variant::kMathWarpgroups == 2, "the N-split: two warpgroups, 128 columns each");
+    static_assert(kFrontendWarps % 4 == 0, "register counts are set per warpgroup");
+    static_assert(Variant::kStages >= 2 && Variant::kCluster == 1);
+};
+
+template <class Variant>
+MM_DEVICE void run(const KernelParams& p) {
+    using C = Resolved<Variant>;
+    u8* smem = hw::dynamic_smem();
+    const u32 thread = hw::thread_idx(), warp = hw::warp_idx(), lane = hw::lane_idx();
+    const CtaBarriers<C> bars(smem);
+    if (thread == 0) bars.init();
+    const u32 epoch = hw::ld_relaxed<Scope::kGpu>(control_word(p, kEpoch));
+    hw::cta_sync<C::kThreads>();
+
+    if constexpr (C::kPhase == Phase::kStub) {
+        if (hw::cta_idx() == 0 && thread == 0) write_stub_report<C>(p, smem);
+    }
+    if (warp < C::kFrontendWarps) {
+        // Compact: dispatch and TMA share a warpgroup, so they share its register count.
+        if constexpr (C::kDispatchWarps % 4 != 0) hw::reg_dealloc<C::kRegsDispatch>();
+        if (warp < C::kDispatchWarps) {
+            if constexpr (C::kDispatchWarps % 4 == 0) hw::reg_dealloc<C::kRegsDispatch>();
+            if constexpr (C::kPhase >= Phase::kDispatch) {
+                DispatchSend<C>(p, smem, epoch, thread).run();
+                DispatchPull<C>(p, bars, smem, epoch, thread).run();
+            }
+        } else {
+            if constexpr (C::kDispatchWarps % 4 == 0) hw::reg_dealloc<C::kRegsTma>();
+            if constexpr (C::kPhase >= Phase::kL1) {
+                if (lane == 0 && warp == C::kDispatchWarps) load_acts<C>(p, smem, bars);
+                if (lane == 0 && warp == C::kDispatchWarps + 1) load_weights<C>(p, smem, bars, epoch);
+            }
+            hw::warp_sync();
+        }
+        leave<C>();
+    } else {
+        hw::reg_alloc<C::kRegsMath>();
+        math_role<C>(p, smem, bars, thread - 32 * C::kFrontendWarps);
+    }
+}
+
+}  // namespace megamoe
