@@ -15,13 +15,15 @@ enum TileKind : u32 { kTileL1, kTileL2, kTileEnd };
 
 // What the scheduler publishes for one tile: 16 bytes, and few registers while the math loop holds it.
 struct Tile {
-    u32 head;      // TileKind | arrival bank << 4 | valid << 8
+    u32 head;      // TileKind | arrival bank << 4 | maxima buffer << 5 | valid << 8
     u32 expert;    // local expert
     u32 n;         // column tile
     u32 row0;      // first pool row
     MM_HOST_DEVICE static u32 make_head(u32 kind, u32 bank, u32 valid) { return kind | bank << 4 | valid << 8; }
     MM_HOST_DEVICE u32 kind() const { return head & 0xf; }
     MM_HOST_DEVICE u32 bank() const { return head >> 4 & 1; }
+    MM_HOST_DEVICE u32 maxima_buffer() const { return head >> 5 & 1; }   // alternates between L1 tiles of a CTA
+    MM_HOST_DEVICE void set_maxima_buffer(u32 buffer) { head |= buffer << 5; }
     MM_HOST_DEVICE u32 valid() const { return head >> 8; }   // rows of this block that exist, 1..BLOCK_M
 };
 constexpr u32 kTileBytes = 16;

@@ -131,9 +131,7 @@ struct DispatchPull {
         const u32 total = hw::lds_u32(tables.row_prefix + local_experts(p) * p.num_ranks);
         const u32 chunk_bytes = SharedPlan<C>::row_chunk(p.hidden), chunks = ceil_div(p.hidden, chunk_bytes);
         const u32 step = hw::num_ctas() * C::kDispatchWarps;
-        u8* staging = smem + SharedPlan<C>::kRows + warp * C::kRowDepth * chunk_bytes;
-        u64* ring = bars.pull(warp * C::kRowDepth);
-        RingCursor<C::kRowDepth> load_at, store_at;
+        u32 issued = 0;   // chunks of earlier batches: their buffers and barrier phases follow from it
 #pragma unroll 1
         for (u32 base = hw::cta_idx() * C::kDispatchWarps + warp; base < total; base += 32 * step) {
             const u32 left = ceil_div(total - base, step), rows = left < 32 ? left : 32;
@@ -144,33 +142,38 @@ struct DispatchPull {
             for (u32 i = 0; i < items + C::kRowDepth - 1; ++i) {
                 if (i < items) {
                     const Row row = broadcast(mine, i / chunks);
-                    if (lane == 0) start_load(row, i % chunks, chunk_bytes, staging, ring, load_at);
-                    load_at.advance();
+                    if (lane == 0) start_load(row, i % chunks, chunk_bytes, issued + i);
                 }
                 if (i + 1 >= C::kRowDepth) {
                     const u32 j = i + 1 - C::kRowDepth, chunk = j % chunks;
                     const Row row = broadcast(mine, j / chunks);
                     if (chunk == 0) copy_side_data(row);
-                    if (lane == 0) finish_chunk(row, chunk, chunk_bytes, staging, ring, store_at);
-                    store_at.advance();
+                    if (lane == 0) finish_chunk(row, chunk, chunk_bytes, issued + j);
                     if (chunk + 1 == chunks) {
                         hw::warp_sync();   // the side data of all lanes, before lane 0 publishes the row
                         if (lane == 0) hw::red_add_release<Scope::kGpu>(arrival_bank(p, kL1Arrival, epoch & 1) + row.pool_row / C::kBlockM, 1);
                     }
                 }
             }
+            issued += items;
         }
     }
-    MM_DEVICE void start_load(const Row& row, u32 chunk, u32 chunk_bytes, u8* staging, u64* ring, const RingCursor<C::kRowDepth>& at) const {
-        const u32 offset = chunk * chunk_bytes, bytes = chunk_size(chunk, chunk_bytes);
-        hw::mbarrier_arrive_expect_tx(ring + at.slot(), bytes);
-        hw::bulk_load(staging + at.slot() * chunk_bytes,
-                      peer_region<u8>(p, row.source, kX) + static_cast<u64>(row.entry / p.topk) * p.hidden + offset, bytes, ring + at.slot());
+    // The n-th chunk of this warp: its staging buffer, barrier and barrier phase.
+    MM_DEVICE u8* staging(u32 n, u32 chunk_bytes) const {
+        return smem + SharedPlan<C>::kRows + (warp * C::kRowDepth + n % C::kRowDepth) * chunk_bytes;
     }
-    MM_DEVICE void finish_chunk(const Row& row, u32 chunk, u32 chunk_bytes, u8* staging, u64* ring, const RingCursor<C::kRowDepth>& at) const {
-        mbarrier_wait(p, ring + at.slot(), at.parity(), kWaitPull, row.pool_row);
+    MM_DEVICE u64* loaded(u32 n) const { return bars.pull(warp * C::kRowDepth + n % C::kRowDepth); }
+
+    MM_DEVICE void start_load(const Row& row, u32 chunk, u32 chunk_bytes, u32 n) const {
+        const u32 offset = chunk * chunk_bytes, bytes = chunk_size(chunk, chunk_bytes);
+        hw::mbarrier_arrive_expect_tx(loaded(n), bytes);
+        hw::bulk_load(staging(n, chunk_bytes),
+                      peer_region<u8>(p, row.source, kX) + static_cast<u64>(row.entry / p.topk) * p.hidden + offset, bytes, loaded(n));
+    }
+    MM_DEVICE void finish_chunk(const Row& row, u32 chunk, u32 chunk_bytes, u32 n) const {
+        mbarrier_wait(p, loaded(n), n / C::kRowDepth % 2, kWaitPull, row.pool_row);
         hw::bulk_store(local_region<u8>(p, kL1Acts) + static_cast<u64>(row.pool_row) * p.hidden + chunk * chunk_bytes,
-                       staging + at.slot() * chunk_bytes, chunk_size(chunk, chunk_bytes));
+                       staging(n, chunk_bytes), chunk_size(chunk, chunk_bytes));
         hw::bulk_commit();
         hw::bulk_wait<0>();   // the bytes are in the pool, and the staging buffer is free
     }

@@ -88,10 +88,10 @@ struct EpilogueL1 {
                           hw::byte_perm(words[0], words[1], 0x7632), hw::byte_perm(words[2], words[3], 0x7632)});
     }
 
-    // `parity` alternates between L1 tiles of this CTA: two maxima buffers, one barrier a tile.
-    MM_DEVICE void run(u8* smem, f32 (&acc)[kSubTiles][64], u32 parity) const {
+    // Two maxima buffers in turn, so one barrier a tile is enough.
+    MM_DEVICE void run(u8* smem, f32 (&acc)[kSubTiles][64]) const {
         using Plan = SharedPlan<C>;
-        f32* amax = reinterpret_cast<f32*>(smem + Plan::kAmax) + parity * 2 * Plan::kARows;
+        f32* amax = reinterpret_cast<f32*>(smem + Plan::kAmax) + tile.maxima_buffer() * 2 * Plan::kARows;
         const f32* weights = local_region<f32>(p, kL1TopkWeights) + tile.row0;
         f32 own[kSubTiles][2];
         if constexpr (C::kPhase == Phase::kL1) {

@@ -31,10 +31,15 @@ MM_DEVICE void load_weights(const KernelParams& p, u8* smem, const CtaBarriers<C
     TileStream<SharedWords, SharedWords> stream(stream_shape<C>(p), SharedWords{tables.counts}, SharedWords{tables.pool_base});
     RingCursor<kTileSlots> ring;
     RingCursor<C::kStages> stage;
+    u32 l1_tiles = 0;
     bool more = stream.skip(hw::cta_idx());
     while (true) {
         Tile tile{kTileEnd, 0, 0, 0};
-        if (more) tile = stream.current(epoch & 1);
+        if (more) {
+            tile = stream.current(epoch & 1);
+            tile.set_maxima_buffer(l1_tiles & 1);
+            l1_tiles += tile.kind() == kTileL1;
+        }
         mbarrier_wait(p, bars.tile_empty(ring.slot()), ring.parity() ^ 1, kWaitTileEmpty, ring.slot());
         hw::sts_vec4(smem + Plan::kRing + ring.slot() * kTileBytes, {tile.head, tile.expert, tile.n, tile.row0});
         hw::mbarrier_arrive(bars.tile_full(ring.slot()));

@@ -5,23 +5,27 @@
 namespace megamoe {
 
 template <class C>
+MM_DEVICE MathThread<C> this_math_thread() {
+    // Read afresh, so that nothing derived from it stays in a register through the main loop.
+    return MathThread<C>(hw::thread_idx_volatile() - (C::kThreads - 128 * C::kMathWarpgroups));
+}
+
+template <class C>
 MM_DEVICE void math_role(const KernelParams& p, u8* smem, const CtaBarriers<C>& bars, u32 math_thread) {
-    const MathThread<C> me(math_thread);
     if constexpr (C::kPhase >= Phase::kL1) {
         RingCursor<kTileSlots> ring;
         RingCursor<C::kStages> stage;
-        u32 l1_tiles = 0;
         while (true) {
             const Tile tile = read_tile<C>(p, smem, bars, ring);
             hw::warp_sync();
-            if (me.lane() == 0) hw::mbarrier_arrive(bars.tile_empty(ring.slot()));
+            if (hw::lane_idx() == 0) hw::mbarrier_arrive(bars.tile_empty(ring.slot()));
             ring.advance();
             if (tile.kind() == kTileEnd) break;
             f32 acc[MathThread<C>::kSubTiles][64];
-            main_loop<C>(p, smem, bars, tile, me, stage, acc);
+            main_loop<C>(p, smem, bars, tile, this_math_thread<C>(), stage, acc);
+            const MathThread<C> me = this_math_thread<C>();
             if (tile.kind() == kTileL1) {
-                EpilogueL1<C>{p, tile, me}.run(smem, acc, l1_tiles & 1);
-                ++l1_tiles;
+                EpilogueL1<C>{p, tile, me}.run(smem, acc);
             } else {
                 EpilogueL2<C>{p, tile, me}.run(acc);
             }

@@ -13,6 +13,12 @@
 namespace megamoe::hw {
 
 MM_DEVICE u32 thread_idx() { return threadIdx.x; }
+// %tid.x, read where it stands: the compiler neither hoists nor keeps it (10.1).
+MM_DEVICE u32 thread_idx_volatile() {
+    u32 tid;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(tid));
+    return tid;
+}
 MM_DEVICE u32 cta_idx() { return blockIdx.x; }
 MM_DEVICE u32 num_ctas() { return gridDim.x; }
 

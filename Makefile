@@ -1,0 +1,59 @@
+# make run    set up, then prove all five phases on 8 ranks (a GPU where there is one, else the emulator)
+# make test   set up, then the whole test suite
+# make build  set up, then compile every phase; registers and spills
+# make setup  only set up; cheap when nothing changed
+#
+# Interpreter: MEGAMOE_PYTHON when given; else python3 when it already has torch and CuPy (a CUDA container, no network
+# needed); else a virtual environment in $(VENV).
+#   make TORCH='torch==2.13.0'      the torch requirement to install (a CPU build is preferred where there is no GPU)
+#   make PIP_FLAGS='--no-cache-dir' more flags for pip
+#   make run ARGS='--tokens 8'      more arguments for the command
+
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+PIP_FLAGS ?=
+ARGS ?=
+# pytest processes; more than 8 only fight over the disk
+WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n > 8 ? 8 : n)))
+
+ifndef MEGAMOE_PYTHON
+  # find_spec, not import: importing torch takes seconds, and this line runs every time
+  HAS_STACK := $(shell $(PYTHON) -c 'import importlib.util as u; print(*[m for m in ("torch", "cupy") if u.find_spec(m)])' 2>/dev/null)
+  ifeq ($(HAS_STACK),torch cupy)
+    MEGAMOE_PYTHON := $(PYTHON)
+  endif
+endif
+ifdef MEGAMOE_PYTHON
+  PY := $(MEGAMOE_PYTHON)
+  SETUP := .ci/setup check "$(PY)"
+else
+  PY := $(VENV)/bin/python
+  SETUP := .ci/setup venv "$(PYTHON)" "$(VENV)" "$(TORCH)" $(PIP_FLAGS)
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test test-gpu build clean
+
+help:
+	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
+
+setup:
+	@$(SETUP)
+
+run: setup
+	$(PY) -m megamoe_cli test --ranks 8 --phase all $(ARGS)
+
+build: setup
+	$(PY) -m megamoe_cli build $(ARGS)
+
+# loadgroup keeps the gpu tests in one process: they share one device
+test: setup
+	$(PY) -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
+
+test-gpu: setup
+	$(PY) -m pytest -m gpu $(ARGS)
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .hypothesis

@@ -1,0 +1,138 @@
+// Identity, time, registers and warp collectives.
+#include <algorithm>
+
+#include "engine.h"
+
+namespace megamoe::emu {
+
+namespace {
+constexpr u32 kMaxOpsPerSwitch = 20000;  // a loop of operations that never blocks gives way after this many
+
+const char* name_of(WarpOp op) {
+    switch (op) {
+        case WarpOp::kSync: return "bar.warp.sync";
+        case WarpOp::kShfl: return "shfl.idx";
+        case WarpOp::kShflXor: return "shfl.bfly";
+        case WarpOp::kShflUp: return "shfl.up";
+        case WarpOp::kBallot: return "vote.ballot";
+        case WarpOp::kAll: return "vote.all";
+        case WarpOp::kAny: return "vote.any";
+        default: return "elect.sync";
+    }
+}
+
+void compute(const Collective& c, Warp& w) {
+    u32 votes = 0;
+    for (u32 lane = 0; lane < 32; ++lane)
+        if ((c.mask >> lane & 1u) && c.value[lane] != 0) votes |= 1u << lane;
+    // elect.sync leaves the choice open but stable: a lane that depends on the seed, one per mask.
+    u32 leader = 0;
+    if (c.op == WarpOp::kElect) {
+        const u32 members = static_cast<u32>(__builtin_popcount(c.mask));
+        u32 skip = static_cast<u32>(g_engine->options.seed * 2654435761u >> 7) % members;
+        for (u32 lane = 0; lane < 32; ++lane)
+            if ((c.mask >> lane & 1u) && skip-- == 0) {
+                leader = lane;
+                break;
+            }
+    }
+    for (u32 lane = 0; lane < 32; ++lane) {
+        if (!(c.mask >> lane & 1u)) continue;
+        u32& out = w.cta->threads[w.index * 32 + lane].result;
+        switch (c.op) {
+            case WarpOp::kSync: break;
+            case WarpOp::kShfl: out = c.value[c.arg[lane] & 31u]; break;
+            case WarpOp::kShflXor: out = c.value[(lane ^ c.arg[lane]) & 31u]; break;
+            case WarpOp::kShflUp: out = lane >= c.arg[lane] ? c.value[lane - c.arg[lane]] : c.value[lane]; break;
+            case WarpOp::kBallot: out = votes; break;
+            case WarpOp::kAll: out = votes == c.mask; break;
+            case WarpOp::kAny: out = votes != 0; break;
+            case WarpOp::kElect: out = lane == leader; break;
+        }
+    }
+}
+}  // namespace
+
+u32 thread_idx() { return g_thread->index; }
+u32 cta_idx() { return cta_of(*g_thread).index; }
+u32 num_ctas() { return cta_of(*g_thread).launch->grid; }
+u32 cluster_cta_rank() { return cta_of(*g_thread).rank_in_cluster; }
+u32 dynamic_smem_bytes() { return cta_of(*g_thread).smem_bytes; }
+u8* dynamic_smem() { return cta_of(*g_thread).smem; }
+
+// The clock also moves with every look at it, so that a loop that only watches the time ends.
+u64 global_timer_ns() {
+    Engine& e = *g_engine;
+    Thread& t = *g_thread;
+    if (++t.ops > kMaxOpsPerSwitch) e.yield(t);
+    return e.clock += 1;
+}
+
+void nap(u32 ns, const char* file, int line) {
+    Thread& t = *g_thread;
+    g_engine->clock += std::min(ns, 16u);
+    g_engine->park_poll(t, MM_HERE);
+}
+
+[[noreturn]] void trap(const char* file, int line) {
+    g_engine->fatal("trap", MM_HERE, "the kernel executed trap");
+}
+
+void spin_guard(Thread& t, const Where& where) {
+    if (++t.ops > kMaxOpsPerSwitch) g_engine->park_poll(t, where);
+}
+
+void set_max_registers(u32 regs, bool increase, const char* file, int line) {
+    Thread& t = enter();
+    Cta& cta = cta_of(t);
+    const Where where = MM_HERE;
+    if (increase ? regs < t.registers : regs > t.registers)
+        g_engine->fatal("register", where, format("setmaxnreg.%s to %u, but the thread owns %u", increase ? "inc" : "dec", regs, t.registers));
+    while (increase && cta.free_registers < i64(regs) - t.registers) {
+        cta.register_waiters.push_back(&t);
+        g_engine->block(t, WaitKind::kRegisters, where, regs - t.registers, regs);
+    }
+    cta.free_registers -= i64(regs) - t.registers;
+    t.registers = regs;
+    if (!increase) {
+        std::vector<Thread*> waiters;
+        waiters.swap(cta.register_waiters);
+        for (Thread* other : waiters) g_engine->wake(*other);
+    }
+}
+
+u32 warp_collective(WarpOp op, u32 mask, u32 value, u32 arg, const char* file, int line) {
+    Engine& e = *g_engine;
+    Thread& t = enter(true);  // votes inside a polling loop are part of the poll
+    Warp& w = *t.warp;
+    const Where where = MM_HERE;
+    if (++t.ops > kMaxOpsPerSwitch) e.park_poll(t, where);
+    if (!(mask >> t.lane & 1u)) e.fatal("warp", where, format("%s with mask 0x%08x, which does not contain the calling lane %u", name_of(op), mask, t.lane));
+    if (mask & w.exited) e.fatal("warp", where, format("%s waits for lanes 0x%08x, which have exited", name_of(op), mask & w.exited));
+    if (op == WarpOp::kShfl && arg > 31) e.fatal("warp", where, format("shfl.idx from lane %u", arg));
+    auto it = std::find_if(w.collectives.begin(), w.collectives.end(), [&](const Collective& c) { return c.mask & mask; });
+    if (it == w.collectives.end()) {
+        w.collectives.push_back(Collective{op, mask, 0, where, {}, {}});
+        it = w.collectives.end() - 1;
+    }
+    Collective& c = *it;
+    const bool same_line = op == WarpOp::kSync || (c.where.line == line && c.where.file == file) ||
+                           (c.where.line == line && std::string(c.where.file) == file);
+    if (c.mask != mask || c.op != op || !same_line)
+        e.fatal("warp", where, format("lanes of a warp disagree: lane %u calls %s (mask 0x%08x) here, others %s (mask 0x%08x) at %s:%d",
+                                      t.lane, name_of(op), mask, name_of(c.op), c.mask, c.where.file, c.where.line));
+    c.value[t.lane] = value;
+    c.arg[t.lane] = arg;
+    c.arrived |= 1u << t.lane;
+    if (c.arrived != mask) {
+        e.block(t, WaitKind::kCollective, where, static_cast<u64>(op), mask);
+        return t.result;
+    }
+    compute(c, w);
+    for (u32 lane = 0; lane < 32; ++lane)
+        if ((mask >> lane & 1u) && lane != t.lane) e.wake(w.cta->threads[w.index * 32 + lane]);
+    w.collectives.erase(it);
+    return t.result;
+}
+
+}  // namespace megamoe::emu

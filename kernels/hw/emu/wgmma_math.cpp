@@ -1,0 +1,55 @@
+// The arithmetic of wgmma m64nNk32 e4m3 on host vectors. A product of two e4m3 values is exact in FP32, so fused
+// and separate multiply-adds agree and every host gives the same bits.
+#include <cstring>
+
+#include "async.h"
+
+namespace megamoe::emu {
+
+namespace {
+
+struct Table {
+    float value[256];
+    Table() {
+        for (u32 code = 0; code < 256; ++code) {
+            const u32 exponent = (code >> 3) & 15u, mantissa = code & 7u;
+            float v = exponent == 0 ? static_cast<float>(mantissa) * 0x1p-9f
+                                    : static_cast<float>(8 + mantissa) * 0x1p-10f * static_cast<float>(1u << exponent);
+            if ((code & 0x7Fu) == 0x7Fu) v = __builtin_nanf("");
+            value[code] = code & 0x80u ? -v : v;
+        }
+    }
+};
+const Table kTable;
+
+typedef float Vec8 __attribute__((vector_size(32), aligned(4)));
+
+}  // namespace
+
+const float* const kE4m3Values = kTable.value;
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+__attribute__((target_clones("arch=haswell", "default")))
+#endif
+void gemm_m64k32(float* acc, const float* a, const float* b, u32 n) {
+    constexpr u32 kRows = 4, kVecs = 2;
+    for (u32 column = 0; column < n; column += 8 * kVecs) {
+        for (u32 row = 0; row < 64; row += kRows) {
+            Vec8 sum[kRows][kVecs];
+            for (u32 i = 0; i < kRows; ++i)
+                for (u32 j = 0; j < kVecs; ++j) sum[i][j] = *reinterpret_cast<const Vec8*>(acc + (row + i) * n + column + 8 * j);
+            for (u32 k = 0; k < 32; ++k) {
+                Vec8 right[kVecs];
+                for (u32 j = 0; j < kVecs; ++j) right[j] = *reinterpret_cast<const Vec8*>(b + k * n + column + 8 * j);
+                for (u32 i = 0; i < kRows; ++i) {
+                    const float left = a[(row + i) * 32 + k];
+                    for (u32 j = 0; j < kVecs; ++j) sum[i][j] += left * right[j];
+                }
+            }
+            for (u32 i = 0; i < kRows; ++i)
+                for (u32 j = 0; j < kVecs; ++j) *reinterpret_cast<Vec8*>(acc + (row + i) * n + column + 8 * j) = sum[i][j];
+        }
+    }
+}
+
+}  // namespace megamoe::emu

@@ -1,0 +1,226 @@
+"""The host API: one fused expert-parallel FP8 MoE layer on SM90, with the names and shapes serving code expects.
+
+    world = LocalWorld(8)                                   # or a torch.distributed process group, one rank per process
+    buf = get_symm_buffer_for_sm90_mega_moe(world[rank], num_experts, max_tokens, topk, hidden, intermediate)
+    l1, l2 = transform_weights_for_mega_moe_sm90((w13, w13_sf), (w2, w2_sf))
+    buf.x[:n].copy_(x); buf.x_sf[:n].copy_(x_sf); buf.topk_idx[:n].copy_(idx); buf.topk_weights[:n].copy_(weights)
+    fp8_mega_moe(y, l1, l2, buf)                            # y bfloat16 [n, hidden]
+    world.synchronize()                                     # LocalWorld only: runs what was recorded
+
+All bad input raises UsageError with one line that names the rule, before anything is launched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from .buffers import LaunchOptions, RankBuffer
+from .compile.entry import check_phase
+from .config import KernelConfig
+from .errors import UsageError
+from .layout import BASE_VIEWS, EXTRA_VIEWS, TOKEN_ALIGNMENT, Layout, round_up
+from .session import Session, SessionResult
+from .shapes import Shape, check_activation, check_clamp, check_shape, check_tensor, dtype_name
+from .weights import LayerWeights, check_weights, layer_pair, transform_weights_for_mega_moe_sm90
+from .worlds import API_TIMEOUT_S, BufferRequest, Call, GroupWorld, LocalRank, LocalWorld, raise_pending_fault
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = [
+    "LaunchOptions", "LayerWeights", "LocalRank", "LocalWorld", "Session", "SessionResult", "SymmBuffer", "fp8_mega_moe",
+    "get_symm_buffer_for_sm90_mega_moe", "get_symm_buffer_size_for_sm90_mega_moe", "get_token_alignment_for_sm90_mega_moe",
+    "transform_weights_for_mega_moe_sm90",
+]  # fmt: skip
+
+# Two spellings of one contract: activations scaled per token and 128 columns, weights per 128x128 block.
+RECIPES = ((128, 128, 128), (1, 128, 128))
+
+_group_worlds: WeakKeyDictionary[Any, GroupWorld] = WeakKeyDictionary()
+
+
+def get_token_alignment_for_sm90_mega_moe() -> int:
+    """Rows to which buffer capacities are rounded up: 128."""
+    return TOKEN_ALIGNMENT
+
+
+def get_symm_buffer_size_for_sm90_mega_moe(
+    num_ranks: int, num_experts: int, num_max_tokens_per_rank: int, num_topk: int, hidden: int, intermediate_hidden: int,
+    use_fp8_dispatch: bool = True, activation: str = "swiglu",
+) -> int:  # fmt: skip
+    """Bytes of one rank's symmetric buffer, capacity rounded up to 128 tokens. UsageError for an illegal shape."""
+    shape, capacity = _check_sizes(num_ranks, num_experts, num_max_tokens_per_rank, num_topk, hidden, intermediate_hidden,
+                                   use_fp8_dispatch, activation)  # fmt: skip
+    return Layout(shape, num_ranks, capacity).total_bytes
+
+
+def get_symm_buffer_for_sm90_mega_moe(
+    group: ProcessGroup | LocalRank, num_experts: int, num_max_tokens_per_rank: int, num_topk: int, hidden: int,
+    intermediate_hidden: int, use_fp8_dispatch: bool = True, activation: str = "swiglu", *,
+    config: KernelConfig | None = None, phase: str = "combine",
+) -> SymmBuffer:  # fmt: skip
+    """Allocates this rank's symmetric buffer, zeroed, and readies the kernel. Collective over the group.
+
+    ``num_max_tokens_per_rank`` (the same on all ranks) is rounded up to 128. ``config`` picks the kernel variant,
+    ``phase`` a partial build of it. UsageError for illegal sizes or configurations and where ranks disagree.
+    """
+    shape, capacity = _check_sizes(group.size(), num_experts, num_max_tokens_per_rank, num_topk, hidden,
+                                   intermediate_hidden, use_fp8_dispatch, activation)  # fmt: skip
+    request = BufferRequest(shape, num_max_tokens_per_rank, capacity, config or KernelConfig(), check_phase(phase))
+    return SymmBuffer(group, request)
+
+
+class SymmBuffer:
+    """One rank's buffer and its typed views (C capacity, P pool rows, R ranks, E_l local experts, K top-k).
+
+    Inputs: ``x`` e4m3 [C,H], ``x_sf`` f32 [C,H/128], ``topk_idx`` int64 [C,K] (-1 = masked), ``topk_weights`` f32 [C,K].
+    After a launch: ``l1_acts`` e4m3 [P,H], ``l1_acts_sf`` f32 [P,H/128] strides (1,P), ``l2_acts`` e4m3 [P,I],
+    ``l2_acts_sf`` f32 [P,I/128] strides (1,P); from the dispatch phase on ``l1_topk_weights`` f32 [P],
+    ``expert_recv_count_sum`` int32 [E_l], ``l1_arrival_count`` int32 [P/16] (entry b: rows arrived in pool rows
+    [b*BLOCK_M, (b+1)*BLOCK_M) in the last launch) and ``token_src_metadata`` int32 [P,3] (source rank, token, slot).
+    """
+
+    def __init__(self, group: ProcessGroup | LocalRank, request: BufferRequest) -> None:
+        self.group, self.request = group, request
+        self.world = _world_of(group)
+        self.rank = group.rank()
+        self._buffer, self.kernel = self.world.allocate(self.rank, request)
+        self.layout = self._buffer.layout
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        """The raw memory, uint8 [bytes]."""
+        return self._buffer.memory
+
+    @property
+    def rank_buffer(self) -> RankBuffer:
+        return self._buffer
+
+    @property
+    def num_experts(self) -> int:
+        return self.layout.shape.experts
+
+    @property
+    def num_topk(self) -> int:
+        return self.layout.shape.topk
+
+    @property
+    def hidden(self) -> int:
+        return self.layout.shape.hidden
+
+    @property
+    def intermediate_hidden(self) -> int:
+        return self.layout.shape.intermediate
+
+    @property
+    def num_max_tokens_per_rank(self) -> int:
+        """The capacity C: what was asked for, rounded up to 128."""
+        return self.layout.capacity
+
+    @property
+    def num_bytes(self) -> int:
+        return self.layout.total_bytes
+
+    def __getattr__(self, name: str) -> torch.Tensor:
+        # Views are made on access: the arrival counts depend on the last launch.
+        if name in BASE_VIEWS or name in EXTRA_VIEWS:
+            if name in EXTRA_VIEWS and self.request.phase == "stub":
+                raise UsageError(f"the stub phase produces no {name}; it exists from the dispatch phase on", rule="view")
+            return self._buffer.view(name)
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *BASE_VIEWS, *EXTRA_VIEWS]
+
+    def check(self) -> None:
+        """LaunchFault when a completed launch recorded a fault on this rank (does not wait for running ones)."""
+        raise_pending_fault(self._buffer.backend, self._buffer)
+
+    def reset(self) -> None:
+        """Zeroes the buffer and forgets faults: needed after a LaunchFault, on every rank before any launches again.
+
+        On a process group it is collective and waits for the device. UsageError while recorded calls wait to be run.
+        """
+        self.world.reset(self._buffer)
+
+
+def fp8_mega_moe(
+    y: torch.Tensor, l1_weights: Sequence[torch.Tensor], l2_weights: Sequence[torch.Tensor], sym_buffer: SymmBuffer,
+    cumulative_local_expert_recv_stats: torch.Tensor | None = None, recipe: tuple[int, int, int] = (128, 128, 128),
+    activation: str = "swiglu", activation_clamp: float | None = None, fast_math: bool = True,
+    num_tokens_bound: int | None = None,
+) -> None:  # fmt: skip
+    """The layer on ``n = y.shape[0]`` tokens of this rank, read from the buffer's input views. Collective.
+
+    ``y`` bfloat16 [n, H], written. ``l1_weights``, ``l2_weights``: what ``transform_weights_for_mega_moe_sm90`` gave.
+    ``cumulative_local_expert_recv_stats`` int32 [E_l]: this launch's receive counts are added. ``num_tokens_bound``
+    (n <= bound <= capacity, the same on all ranks) chooses the schedule only. ``recipe`` (128,128,128) and (1,128,128)
+    are the same contract. Expert ids are checked on the device: an id outside [-1, E) drops its slot and leaves a
+    fault, which the next call, ``check`` or ``synchronize`` raises.
+    """
+    if not isinstance(sym_buffer, SymmBuffer):
+        raise UsageError(f"sym_buffer is a {type(sym_buffer).__name__}; get one from get_symm_buffer_for_sm90_mega_moe", rule="dtype")
+    shape, layout = sym_buffer.layout.shape, sym_buffer.layout
+    if not isinstance(y, torch.Tensor) or y.dim() != 2:
+        raise UsageError(f"y must be a bfloat16 tensor [n, {shape.hidden}]", rule="tensor-shape")
+    tokens = y.shape[0]
+    check_tensor("y", y.dtype, y.shape, (tokens, shape.hidden), y.stride())
+    if tokens > layout.capacity:
+        raise UsageError(f"y has {tokens} tokens but the buffer's capacity is {layout.capacity}", rule="tokens-capacity")
+    l1, l2 = layer_pair("l1_weights", l1_weights), layer_pair("l2_weights", l2_weights)
+    check_weights(l1, l2, layout.local_experts, shape.hidden, shape.intermediate)
+    stats = cumulative_local_expert_recv_stats
+    if stats is not None:
+        check_tensor("cumulative_local_expert_recv_stats", stats.dtype, stats.shape, (layout.local_experts,), stats.stride())
+    _check_recipe(recipe)
+    _check_activation(activation)
+    check_clamp(activation_clamp)
+    if num_tokens_bound is not None and not tokens <= num_tokens_bound <= layout.capacity:
+        raise UsageError(f"num_tokens_bound={num_tokens_bound} is outside {tokens} (tokens of this rank) .. {layout.capacity} "
+                         f"(capacity)", rule="tokens-capacity")  # fmt: skip
+    timeout_s = getattr(sym_buffer.world, "timeout_s", API_TIMEOUT_S)
+    options = LaunchOptions(
+        clamp=activation_clamp, fast_math=bool(fast_math), timeout_ns=round(timeout_s * 1e9), num_tokens_bound=num_tokens_bound,
+    )  # fmt: skip
+    sym_buffer.world.submit(sym_buffer.rank_buffer, sym_buffer.kernel, Call(y, l1, l2, stats, options))
+
+
+def _check_sizes(ranks: int, experts: int, max_tokens: int, topk: int, hidden: int, intermediate: int,
+                 use_fp8_dispatch: bool, activation: str) -> tuple[Shape, int]:  # fmt: skip
+    for name, value in (("num_ranks", ranks), ("num_experts", experts), ("num_max_tokens_per_rank", max_tokens),
+                        ("num_topk", topk), ("hidden", hidden), ("intermediate_hidden", intermediate)):  # fmt: skip
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise UsageError(f"{name} must be an integer, got {type(value).__name__} {value!r}", rule="integer")
+    shape = Shape(hidden, intermediate, experts, topk)
+    check_shape(shape, ranks)
+    if max_tokens < 1:
+        raise UsageError(f"num_max_tokens_per_rank={max_tokens}; at least 1 is needed", rule="capacity-equal")
+    if not use_fp8_dispatch:
+        raise UsageError("use_fp8_dispatch=False: this kernel dispatches e4m3 activations only", rule="weight-format")
+    _check_activation(activation)
+    return shape, round_up(max_tokens, TOKEN_ALIGNMENT)
+
+
+def _check_activation(activation: object) -> None:
+    if not isinstance(activation, str):
+        raise UsageError(f"activation must be a name, got {dtype_name(type(activation))}", rule="activation")
+    check_activation(activation)
+
+
+def _check_recipe(recipe: object) -> None:
+    if isinstance(recipe, (tuple, list)) and tuple(recipe) in RECIPES:
+        return
+    known = " and ".join(map(str, RECIPES))
+    raise UsageError(f"recipe {recipe!r} is unknown; {known} are accepted, and mean the same", rule="recipe")
+
+
+def _world_of(group: ProcessGroup | LocalRank) -> LocalWorld | GroupWorld:
+    if isinstance(group, LocalRank):
+        return group.world
+    if group not in _group_worlds:
+        _group_worlds[group] = GroupWorld(group)
+    return _group_worlds[group]

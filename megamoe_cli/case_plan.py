@@ -1,0 +1,167 @@
+"""From the protocol's case object to tensors: sizes, options, and the inputs of every launch. Imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from . import cases as catalogue
+from . import config as kernel_config
+from . import inputs, phases
+from .buffers import LaunchOptions
+from .config import KernelConfig
+from .errors import UsageError
+from .oracle.casedata import CaseData
+from .shapes import Problem, Shape, check_clamp, check_problem, nearest_name
+
+BIG_WEIGHTS = 256 << 20  # bytes of all ranks' weights from which inputs are made on the GPU and rows are sampled
+SAMPLED_ROWS = 96  # per rank, for the float64 reference of a big case
+CHEAP_REFERENCE = 4e9  # multiply-adds up to which the FP32 reference of every row also runs on the CPU
+
+# What a case's ``options`` may say to the harness; everything else goes to the backend, which refuses what it
+# does not know.
+HARNESS_OPTIONS: dict[str, tuple[type, ...]] = {
+    "wait_s": (int, float),  # bound of every device-side wait, seconds
+    "launch_ctas": (int,),  # CTAs of a launch, at most what the backend allows
+    "sample_rows": (int,),  # rows per rank the float64 reference recomputes; 0 = all
+    "full_reference": (bool,),  # FP32 reference of every row (phase combine)
+    "snapshot": (str,),  # "last" or "all": launches whose buffer views are checked too
+    "raw": (bool,),  # raw L1 accumulators (phase l1)
+    "inputs": (str,),  # "cpu" or "device": where random inputs are made (they differ)
+    "save": (str,),  # folder for the outputs of the last launch, for comparing backends
+}
+
+
+@dataclass
+class Plan:
+    """One case, ready to run. ``datas[n]`` is launched ``datas[n].launches`` times in a row, all on one buffer."""
+
+    id: str
+    phase: str
+    problem: Problem
+    config: KernelConfig
+    datas: list[CaseData]
+    options: dict[str, Any]
+    backend_options: dict[str, Any]
+    timeout_s: float
+    repro: str
+    big: bool
+    named: catalogue.NamedCase | None = None
+    kernel_text: dict[str, Any] = field(default_factory=dict)
+
+    def launch_options(self, data: CaseData) -> LaunchOptions:
+        return LaunchOptions(clamp=data.clamp, fast_math=data.fast_math, ctas=self.options.get("launch_ctas"),
+                             timeout_ns=int(float(self.options.get("wait_s", 5.0)) * 1e9))
+
+    @property
+    def snapshot_all(self) -> bool:
+        """Named cases are judged from the views of every run; others from the last launch's unless asked."""
+        return self.named is not None or self.options.get("snapshot") == "all"
+
+    @property
+    def full_reference(self) -> bool:
+        """Does the FP32 reference of every row run? By default wherever it is cheap or a GPU does it."""
+        asked = self.options.get("full_reference")
+        if asked is not None:
+            return bool(asked)
+        s = self.problem.shape
+        work = 3.0 * s.hidden * s.intermediate * s.topk * sum(self.problem.tokens)
+        return self.datas[0].weights[0].w13.is_cuda or work <= CHEAP_REFERENCE
+
+
+def read_case(case: Mapping[str, Any], *, device: str, slow: bool, default_timeout_s: float = 120.0) -> Plan:
+    """Checks a case object and makes its inputs.
+
+    ``device``: where a GPU backend's rank lives ("cuda:0"), "cpu" for the emulator. ``slow``: named cases take their
+    reduced size. Raises UsageError naming what is wrong, before anything is launched.
+    """
+    phases.load(str(case.get("phase")))
+    options, backend_options = split_options(case.get("options") or {})
+    config = KernelConfig.from_dict(case.get("config") or {})
+    seed, timeout_s = _integer(case, "seed", 0), float(case.get("timeout_s") or default_timeout_s)
+    named = catalogue.load_case(str(case["case"])) if case.get("case") else None
+    if named is not None:
+        datas = named.build(seed, reduced=slow and named.has_reduced)
+        if not datas:
+            raise UsageError(f"case {named.id} launches nothing (it is judged by '{named.expect}')", rule="case-name")
+        problem, big = datas[0].problem, False
+    else:
+        problem = _problem(case)
+        big = weight_bytes(problem) >= BIG_WEIGHTS
+        on_device = options.get("inputs", "device" if big and device != "cpu" else "cpu") == "device"
+        datas = _random(case, problem, seed, device if on_device else "cpu")
+    kernel_config.require(config, problem.shape, problem.ranks)
+    sample = options.get("sample_rows", SAMPLED_ROWS if big else 0)
+    for data in datas:
+        data.sample_rows = sample or None
+        data.validate()
+    return Plan(str(case.get("id", "")), str(case["phase"]), problem, config, datas, options, backend_options, timeout_s,
+                str(case.get("repro", "")), big, named)  # fmt: skip
+
+
+def split_options(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(options of the harness, options of the backend). UsageError for a harness option of the wrong type."""
+    mine, rest = {}, {}
+    for key, value in given.items():
+        if key not in HARNESS_OPTIONS:
+            rest[key] = value
+            continue
+        kinds = HARNESS_OPTIONS[key]
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            raise UsageError(f"option {key}={value!r} must be {' or '.join(k.__name__ for k in kinds)}", rule="option")
+        mine[key] = value
+    for key, allowed in (("snapshot", ("last", "all")), ("inputs", ("cpu", "device"))):
+        if key in mine and mine[key] not in allowed:
+            raise UsageError(f"option {key}={mine[key]!r}; nearest: {nearest_name(mine[key], allowed)} "
+                             f"(one of {', '.join(allowed)})", rule="option")  # fmt: skip
+    for key in ("wait_s", "launch_ctas"):
+        if key in mine and not mine[key] > 0:
+            raise UsageError(f"option {key}={mine[key]!r} must be positive", rule="option")
+    return mine, rest
+
+
+def weight_bytes(problem: Problem) -> int:
+    s = problem.shape
+    return 3 * s.experts * s.hidden * s.intermediate
+
+
+def _integer(case: Mapping[str, Any], key: str, default: int) -> int:
+    value = case.get(key, default)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise UsageError(f"case field {key}={value!r} must be an integer", rule="case-field")
+    return value
+
+
+def _problem(case: Mapping[str, Any]) -> Problem:
+    shape, tokens = case.get("shape"), case.get("tokens")
+    if not (isinstance(shape, (list, tuple)) and len(shape) == 4 and all(isinstance(n, int) for n in shape)):
+        raise UsageError(f"case field shape={shape!r} must be [hidden, intermediate, experts, topk]", rule="case-field")
+    if not (isinstance(tokens, (list, tuple)) and all(isinstance(n, int) for n in tokens)):
+        raise UsageError(f"case field tokens={tokens!r} must list one count per rank", rule="case-field")
+    ranks = _integer(case, "ranks", len(tokens))
+    problem = Problem.make(Shape(*shape), ranks, tuple(tokens), case.get("capacity"))
+    check_problem(problem)
+    return problem
+
+
+def _random(case: Mapping[str, Any], problem: Problem, seed: int, device: str) -> list[CaseData]:
+    """``launches`` data sets with the same weights and other tokens and ids."""
+    launches = _integer(case, "launches", 1)
+    if launches < 1:
+        raise UsageError(f"launches={launches}; at least 1 is needed", rule="case-field")
+    clamp = case.get("clamp")
+    check_clamp(clamp)
+    weights: Sequence[Any] = inputs.LazyWeights(problem, seed, device, keep=_kept_ranks(problem, device))
+    return [inputs.make_case(problem, str(case.get("routing") or "uniform"), seed, clamp=clamp, launch=n, device=device,
+                             weights=weights, label=str(case.get("id", ""))) for n in range(launches)]  # fmt: skip
+
+
+def _kept_ranks(problem: Problem, device: str) -> int:
+    """How many ranks' weights stay in memory: all, unless they would take more than a quarter of a GPU's free part."""
+    if device == "cpu":
+        return problem.ranks
+    free, _ = torch.cuda.mem_get_info(device)
+    return problem.ranks if weight_bytes(problem) < free // 4 else 1

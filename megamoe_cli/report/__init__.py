@@ -1,0 +1,1 @@
+"""What a run leaves behind: tables on the terminal, JUnit XML, the run record. No torch."""
