@@ -79,11 +79,12 @@ class KernelParams(ctypes.Structure):
         ("region", c_uint64 * NUM_REGIONS),
         ("y", c_uint64), ("w13_sf", c_uint64), ("w2_sf", c_uint64), ("stats", c_uint64), ("l1_raw", c_uint64),
         ("fault", c_uint64), ("stub_report", c_uint64), ("timeout_ns", c_uint64),
+        ("local_base", c_uint64),
         ("abi_version", c_uint32), ("params_bytes", c_uint32),
         ("rank", c_uint32), ("num_ranks", c_uint32), ("num_tokens", c_uint32), ("capacity", c_uint32),
         ("hidden", c_uint32), ("intermediate", c_uint32), ("num_experts", c_uint32), ("topk", c_uint32),
         ("pool_rows", c_uint32), ("dispatch_ctas", c_uint32), ("lag", c_uint32), ("unit_blocks", c_uint32),
-        ("flags", c_uint32), ("clamp", c_float), ("smem_bytes", c_uint32), ("reserved", c_uint32 * 7),
+        ("flags", c_uint32), ("clamp", c_float), ("smem_bytes", c_uint32), ("reserved", c_uint32 * 5),
     ]  # fmt: skip
 
     def set_tensor_map(self, name: str, image: bytes) -> None:

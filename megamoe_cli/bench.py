@@ -93,7 +93,7 @@ class Bench:
         """One row of the table. UsageError for an illegal configuration, WrongResult when the check fails."""
         from .inputs import make_case
         from .oracle import gpu_reference
-        from .oracle.compare import LIMITS, Report
+        from .oracle.compare import Report, end_to_end_limits
         from .session import Session
 
         problem = Problem.make(self.shape, 1, tokens)
@@ -110,9 +110,8 @@ class Bench:
         times = [1e3 * ms for ms in done.run.launch_ms[0][warmup:]]
 
         report = Report()
-        limit = LIMITS["e2e_rel" if self.shape.intermediate >= 1024 else "e2e_rel_small"].value
-        gpu_reference.compare(cases[-1], [done.outputs(-1)[0]["y"]], relative_limit=limit,
-                              cosine_limit=LIMITS["e2e_cosine"].value, report=report)  # fmt: skip
+        gpu_reference.compare(cases[-1], [done.outputs(-1)[0]["y"]], 
+                              limits=end_to_end_limits(self.shape.intermediate), report=report)  # fmt: skip
         if report.findings:
             raise WrongResult(f"{self.shape} at {tokens} tokens is wrong, so its time means nothing: {report.findings[0]}")
         row = self._back_to_back_us(session, total - 1, in_a_row)

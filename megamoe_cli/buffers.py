@@ -115,6 +115,7 @@ def make_params(
         params.clamp = options.clamp
     params.flags = flags
     params.peer_base[: len(peers)] = peers
+    params.local_base = peers[rank]
     params.region[:] = layout.offsets
     a_rows, b_rows = min(config.block_m, 64), min(config.block_n, 256)
     for name, at, rows, cols, box in (

@@ -12,7 +12,7 @@ from . import phases
 from .case_plan import Plan
 from .oracle import gpu_reference
 from .oracle.casedata import CaseData, PhaseOutput
-from .oracle.compare import LIMITS, Finding, Report, bits
+from .oracle.compare import LIMITS, Finding, Report, bits, end_to_end_limits
 
 FINDINGS_KEPT = 10
 CPU_TOKENS = 2  # per rank, recomputed in float64 on the CPU when everything else was computed on the GPU
@@ -56,11 +56,10 @@ def check_y(phase: str, data: CaseData, got: PhaseOutput, metrics: dict[str, flo
 def _references(plan: Plan, data: CaseData, got: PhaseOutput, metrics: dict[str, float]) -> list[Finding]:
     """The independent FP32 reference of every row, and for cases judged on a GPU a few rows in float64 on the CPU."""
     report = Report(metrics)
-    limit = LIMITS[_e2e(plan)].value
+    limits = end_to_end_limits(plan.problem.shape.intermediate)
     defined = _finite_inputs(data)
     if plan.full_reference and defined:
-        gpu_reference.compare(data, [got[r]["y"] for r in range(data.problem.ranks)], relative_limit=limit,
-                              cosine_limit=LIMITS["e2e_cosine"].value, report=report)
+        gpu_reference.compare(data, [got[r]["y"] for r in range(data.problem.ranks)], limits=limits, report=report)
     if plan.big and data.weights[0].w13.is_cuda:
         on_cpu = _on_cpu(data)
         small = Report()
@@ -113,17 +112,13 @@ def _on_cpu(data: CaseData) -> CaseData:
                     data.seed, data.launches, CPU_TOKENS * data.problem.shape.topk)  # fmt: skip
 
 
-def _e2e(plan: Plan) -> str:
-    return "e2e_rel_small" if plan.problem.shape.intermediate < 1024 else "e2e_rel"
-
-
 def shown(metrics: dict[str, float], plan: Plan) -> dict[str, Any]:
     """Metrics with the tolerance each was held to; shares (of equal elements) are no errors and have none."""
-    e2e = LIMITS[_e2e(plan)].value
+    e2e = end_to_end_limits(plan.problem.shape.intermediate)
     limits = {
         "l1_raw": LIMITS["l1_rel"].value, "l2_acts_sf": LIMITS["scale_rel"].value, "l2_acts_share": LIMITS["code_share"].value,
-        "l2_row": LIMITS["l2_rel"].value, "e2e": e2e, "e2e_cpu": e2e, "full_rel": e2e,
-        "e2e_cosine_loss": 1 - LIMITS["e2e_cosine"].value, "full_cosine_loss": 1 - LIMITS["e2e_cosine"].value,
+        "l2_row": LIMITS["l2_rel"].value, "e2e": e2e.row, "e2e_cpu": e2e.row, "full_rel": e2e.row,
+        "e2e_rank": e2e.rank, "full_rank": e2e.rank, "e2e_cosine_loss": 1 - e2e.cosine, "full_cosine_loss": 1 - e2e.cosine,
     }  # fmt: skip
     out: dict[str, Any] = {}
     for name, value in metrics.items():

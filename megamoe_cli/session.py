@@ -116,7 +116,8 @@ class Session:
         self.layout = Layout(problem.shape, problem.ranks, problem.capacity)
         self.raw = phase == "l1" if raw is None else raw
         self.poison = poison
-        self.buffers = {rank: RankBuffer(backend, self.layout, rank, "symm") for rank in backend.local_ranks}
+        name = backend.fresh_name("symm")
+        self.buffers = {rank: RankBuffer(backend, self.layout, rank, name) for rank in backend.local_ranks}
         self._stats = stats
         self._weights: dict[int, DeviceWeights] = {}
         self._staged: dict[int, dict[int, _Staged]] = {}

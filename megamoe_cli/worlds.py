@@ -157,7 +157,7 @@ class LocalWorld:
         others = [asked[turn] for asked in self._requests if len(asked) > turn]
         check_same_requests([*others, request])
         kernel = self._load(request)
-        buffer = RankBuffer(self.backend, Layout(request.shape, self.ranks, request.capacity), rank, f"symm{turn}")
+        buffer = RankBuffer(self.backend, Layout(request.shape, self.ranks, request.capacity), rank, f"buffer{turn}")
         self._requests[rank].append(request)
         return buffer, kernel
 
@@ -296,7 +296,6 @@ class GroupWorld:
 
         self.backend = backend_for_group(group) if backend is None else backend
         self.ranks, self.rank = self.backend.ranks, self.backend.local_ranks[0]
-        self._count = 0
         self._kernels: dict[tuple[Any, ...], Kernel] = {}
 
     def allocate(self, rank: int, request: BufferRequest) -> tuple[RankBuffer, Kernel]:
@@ -304,9 +303,8 @@ class GroupWorld:
         control = self.backend.control
         check_same_requests(control.agree("compare buffer requests", lambda: request))
         kernel = control.step("build and load the kernel", lambda: self._load(request))
-        buffer = RankBuffer(self.backend, Layout(request.shape, self.ranks, request.capacity), rank, f"symm{self._count}")
-        self._count += 1
-        return buffer, kernel
+        layout = Layout(request.shape, self.ranks, request.capacity)
+        return RankBuffer(self.backend, layout, rank, self.backend.fresh_name("buffer")), kernel
 
     def _load(self, request: BufferRequest) -> Kernel:
         key = (request.config, request.phase, request.shape)

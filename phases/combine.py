@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megamoe_cli.oracle.casedata import CaseData, PhaseOutput
-from megamoe_cli.oracle.compare import LIMITS, Finding, Report, check_bits, check_rows
+from megamoe_cli.oracle.compare import LIMITS, Finding, Report, check_bits, check_rank, check_rows, end_to_end_limits
 from megamoe_cli.oracle.pool import sampled_tokens
 from megamoe_cli.oracle.reference import combine_slots, end_to_end
 
@@ -59,14 +59,15 @@ def _check_rest(report: Report, case: CaseData, got: PhaseOutput, rank: int) -> 
 
 def check_end_to_end(report: Report, case: CaseData, got: PhaseOutput) -> None:
     """y against the float64 layer; rows whose activations leave FP32's range are not defined and not judged."""
-    small = case.problem.shape.intermediate < 1024
-    rel = LIMITS["e2e_rel_small" if small else "e2e_rel"].value
+    limits = end_to_end_limits(case.problem.shape.intermediate)
     tokens = [sampled_tokens(case, rank) for rank in range(case.problem.ranks)]
     for rank, reference in enumerate(end_to_end(case, tokens)):
         y = got[rank]["y"]
         for judged in (~reference.overflow).nonzero().flatten().split(_ROWS_AT_ONCE):
             index = reference.tokens[judged]
             check_rows(report, "e2e", y[index.to(y.device)].cpu(), reference.y[judged],
-                       lambda r, index=index: (rank, int(index[r]), None), rel=rel,
-                       element=LIMITS["e2e_element"].value * rel, ulp=LIMITS["bf16_ulp"].value,
-                       cos=LIMITS["e2e_cosine"].value, largest=BF16_MAX, what="y row")  # fmt: skip
+                       lambda r, index=index: (rank, int(index[r]), None), rel=limits.row,
+                       element=LIMITS["e2e_element"].value * limits.row, ulp=LIMITS["bf16_ulp"].value,
+                       cos=limits.cosine, largest=BF16_MAX, what="y row")  # fmt: skip
+        judged = ~reference.overflow & ~reference.y.isnan().any(dim=1)
+        check_rank(report, "e2e_rank", y[reference.tokens[judged].to(y.device)].cpu(), reference.y[judged], rank, limits.rank)

@@ -65,6 +65,7 @@ struct alignas(64) KernelParams {
     u64 fault;            // FaultRecord of this rank, host-visible
     u64 stub_report;      // u64[kNumRegions + 8], written by the stub phase only, or 0
     u64 timeout_ns;       // bound of every device-side wait
+    u64 local_base;       // peer_base[rank], where no index has to be computed
     u32 abi_version;
     u32 params_bytes;     // sizeof(KernelParams) as the host packed it
     u32 rank;
@@ -82,7 +83,7 @@ struct alignas(64) KernelParams {
     u32 flags;            // ParamFlags
     f32 clamp;            // valid with kHasClamp
     u32 smem_bytes;       // dynamic shared memory of the launch
-    u32 reserved[7];
+    u32 reserved[5];
 };
 static_assert(sizeof(KernelParams) % 64 == 0, "packed by the host as one blob");
 

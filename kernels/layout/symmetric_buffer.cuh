@@ -57,7 +57,7 @@ template <class T> MM_DEVICE T* peer_region(const KernelParams& p, u32 rank, Reg
     return reinterpret_cast<T*>(p.peer_base[rank] + p.region[region]);
 }
 template <class T> MM_DEVICE T* local_region(const KernelParams& p, Region region) {
-    return peer_region<T>(p, p.rank, region);
+    return reinterpret_cast<T*>(p.local_base + p.region[region]);
 }
 MM_DEVICE u32* control_word(const KernelParams& p, ControlWord word) {
     return local_region<u32>(p, kControl) + word;

@@ -81,9 +81,11 @@ struct DispatchPull {
         }
     }
 
-    // Where a received row comes from and goes to. `entry` is token * K + slot at the source.
+    // Where a received row comes from and goes to. Token and slot share a word: no division per chunk.
     struct Row {
-        u32 source, entry, pool_row;
+        u32 source, token_slot, pool_row;
+        MM_DEVICE u32 token() const { return token_slot / kMaxTopk; }
+        MM_DEVICE u32 slot() const { return token_slot % kMaxTopk; }
     };
     MM_DEVICE Row locate(u32 row) const {
         u32 lo = 0, hi = local_experts(p) * p.num_ranks;   // prefix[lo] <= row < prefix[hi]
@@ -95,26 +97,27 @@ struct DispatchPull {
         Row r;
         r.source = (p.rank + lo % p.num_ranks) % p.num_ranks;
         const u32 in_list = hw::lds_u32(tables.list_base + lo) + row - hw::lds_u32(tables.row_prefix + lo);
-        r.entry = hw::ld_u32(local_region<u32>(p, kRecvList) + r.source * (p.capacity * p.topk) + in_list);
+        const u32 entry = hw::ld_u32(local_region<u32>(p, kRecvList) + r.source * (p.capacity * p.topk) + in_list);
+        r.token_slot = entry / p.topk * kMaxTopk + entry % p.topk;
         r.pool_row = hw::lds_u32(tables.pool_base + expert) + row - hw::lds_u32(tables.row_prefix + expert * p.num_ranks);
         return r;
     }
     // Row `from` of the batch that the warp's lanes located.
     static MM_DEVICE Row broadcast(const Row& mine, u32 from) {
-        return {hw::shfl(mine.source, from), hw::shfl(mine.entry, from), hw::shfl(mine.pool_row, from)};
+        return {hw::shfl(mine.source, from), hw::shfl(mine.token_slot, from), hw::shfl(mine.pool_row, from)};
     }
 
     // Scales, routing weight and metadata of a row, by the whole warp.
     MM_DEVICE void copy_side_data(const Row& r) const {
-        const u32 groups = p.hidden / 128, token = r.entry / p.topk;
-        const f32* from = peer_region<f32>(p, r.source, kXSf) + static_cast<u64>(token) * groups;
+        const u32 groups = p.hidden / 128;
+        const f32* from = peer_region<f32>(p, r.source, kXSf) + static_cast<u64>(r.token()) * groups;
         f32* to = local_region<f32>(p, kL1ActsSf) + r.pool_row;
 #pragma unroll 1
         for (u32 g = lane; g < groups; g += 32) hw::st_f32(to + static_cast<u64>(g) * p.pool_rows, hw::ld_f32(from + g));
         if (lane == 0)
-            hw::st_f32(local_region<f32>(p, kL1TopkWeights) + r.pool_row, hw::ld_f32(peer_region<f32>(p, r.source, kTopkWeights) + r.entry));
+            hw::st_f32(local_region<f32>(p, kL1TopkWeights) + r.pool_row, hw::ld_f32(peer_region<f32>(p, r.source, kTopkWeights) + r.token() * p.topk + r.slot()));
         if (lane < 3) {
-            const u32 word = lane == 0 ? r.source : lane == 1 ? token : r.entry % p.topk;
+            const u32 word = lane == 0 ? r.source : lane == 1 ? r.token() : r.slot();
             hw::st_u32(local_region<u32>(p, kMetadata) + static_cast<u64>(r.pool_row) * 3 + lane, word);
         }
     }
@@ -131,33 +134,44 @@ struct DispatchPull {
         const u32 total = hw::lds_u32(tables.row_prefix + local_experts(p) * p.num_ranks);
         const u32 chunk_bytes = SharedPlan<C>::row_chunk(p.hidden), chunks = ceil_div(p.hidden, chunk_bytes);
         const u32 step = hw::num_ctas() * C::kDispatchWarps;
-        u32 issued = 0;   // chunks of earlier batches: their buffers and barrier phases follow from it
+        u32 issued = 0, in_flight = 0;   // chunks so far: buffers and barrier phases follow from the count
 #pragma unroll 1
         for (u32 base = hw::cta_idx() * C::kDispatchWarps + warp; base < total; base += 32 * step) {
             const u32 left = ceil_div(total - base, step), rows = left < 32 ? left : 32;
             Row mine{};
             if (lane < rows) mine = locate(base + lane * step);
-            const u32 items = rows * chunks;
+            ChunkCursor load, store;
 #pragma unroll 1
-            for (u32 i = 0; i < items + C::kRowDepth - 1; ++i) {
-                if (i < items) {
-                    const Row row = broadcast(mine, i / chunks);
-                    if (lane == 0) start_load(row, i % chunks, chunk_bytes, issued + i);
+            while (store.row < rows) {
+                if (load.row < rows) {
+                    const Row row = broadcast(mine, load.row);
+                    if (lane == 0) start_load(row, load.chunk, chunk_bytes, issued);
+                    load.advance(chunks);
+                    ++issued;
+                    if (++in_flight < C::kRowDepth && load.row < rows) continue;
                 }
-                if (i + 1 >= C::kRowDepth) {
-                    const u32 j = i + 1 - C::kRowDepth, chunk = j % chunks;
-                    const Row row = broadcast(mine, j / chunks);
-                    if (chunk == 0) copy_side_data(row);
-                    if (lane == 0) finish_chunk(row, chunk, chunk_bytes, issued + j);
-                    if (chunk + 1 == chunks) {
-                        hw::warp_sync();   // the side data of all lanes, before lane 0 publishes the row
-                        if (lane == 0) hw::red_add_release<Scope::kGpu>(arrival_bank(p, kL1Arrival, epoch & 1) + row.pool_row / C::kBlockM, 1);
-                    }
+                const Row row = broadcast(mine, store.row);
+                if (store.chunk == 0) copy_side_data(row);
+                if (lane == 0) finish_chunk(row, store.chunk, chunk_bytes, issued - in_flight);
+                --in_flight;
+                if (store.chunk + 1 == chunks) {
+                    hw::warp_sync();   // the side data of all lanes, before lane 0 publishes the row
+                    if (lane == 0) hw::red_add_release<Scope::kGpu>(arrival_bank(p, kL1Arrival, epoch & 1) + row.pool_row / C::kBlockM, 1);
                 }
+                store.advance(chunks);
             }
-            issued += items;
         }
     }
+    // Row of the batch and chunk of the row.
+    struct ChunkCursor {
+        u32 row = 0, chunk = 0;
+        MM_DEVICE void advance(u32 chunks) {
+            if (++chunk == chunks) {
+                chunk = 0;
+                ++row;
+            }
+        }
+    };
     // The n-th chunk of this warp: its staging buffer, barrier and barrier phase.
     MM_DEVICE u8* staging(u32 n, u32 chunk_bytes) const {
         return smem + SharedPlan<C>::kRows + (warp * C::kRowDepth + n % C::kRowDepth) * chunk_bytes;
@@ -168,7 +182,7 @@ struct DispatchPull {
         const u32 offset = chunk * chunk_bytes, bytes = chunk_size(chunk, chunk_bytes);
         hw::mbarrier_arrive_expect_tx(loaded(n), bytes);
         hw::bulk_load(staging(n, chunk_bytes),
-                      peer_region<u8>(p, row.source, kX) + static_cast<u64>(row.entry / p.topk) * p.hidden + offset, bytes, loaded(n));
+                      peer_region<u8>(p, row.source, kX) + static_cast<u64>(row.token()) * p.hidden + offset, bytes, loaded(n));
     }
     MM_DEVICE void finish_chunk(const Row& row, u32 chunk, u32 chunk_bytes, u32 n) const {
         mbarrier_wait(p, loaded(n), n / C::kRowDepth % 2, kWaitPull, row.pool_row);

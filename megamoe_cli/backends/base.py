@@ -224,6 +224,12 @@ class Backend(ABC):
                 f"{self.max_ctas_per_rank} fit per rank on {self.where}, clusters of {config.cluster}", rule="co-residency")
         return wanted
 
+    def fresh_name(self, prefix: str) -> str:
+        """A name no allocation has yet; the same on all ranks, since they allocate in the same order."""
+        taken: dict[str, int] = self.__dict__.setdefault("_taken_names", {})
+        taken[prefix] = taken.get(prefix, 0) + 1
+        return f"{prefix}{taken[prefix] - 1}"
+
     def enqueue(self, rank: int, kernel: Kernel, params: KernelParams, grid: int) -> None:
         """Launches at once on the caller's current stream (process backends; what a CUDA graph captures)."""
         raise UsageError(f"{self.name} runs whole programs; record the call and synchronize its LocalWorld", rule="enqueue")

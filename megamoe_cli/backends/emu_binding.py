@@ -8,13 +8,15 @@ collects regions and each rank's ordered operations; ``program.run(EmuOptions(..
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import ClassVar
 
-from megamoe_cli.backends.emu_symbols import Symbolizer
-from megamoe_cli.errors import BuildFailed, EnvironmentUnfit, MegamoeError, UsageError
+from ..errors import BuildFailed, EnvironmentUnfit, MegamoeError, UsageError
+from .emu_symbols import Symbolizer
 
 API_VERSION = 1
 SCHEDULES = ("fifo", "random", "pct")
@@ -91,7 +93,7 @@ class EmuFinding:
         who = f"rank {self.rank} CTA {self.cta} warp {self.warp} lane {self.lane}" if self.rank >= 0 else ""
         if self.role:
             who += f" ({self.role})"
-        called = "".join(f"\n    called from {link}" for link in self.chain if not link == f"{self.file}:{self.line}")
+        called = "".join(f"\n    called from {link}" for link in self.chain if link != f"{self.file}:{self.line}")
         return f"{self.kind}: {place}{who + ': ' if who else ''}{self.text}{called}"
 
 
@@ -130,13 +132,26 @@ class EmuReport:
 class EmuRuntime:
     """The loaded runtime library. EnvironmentUnfit when it cannot be loaded or speaks another API version."""
 
+    _loaded: ClassVar[tuple[str, Path, ctypes.CDLL] | None] = None  # digest, path, library
+
     def __init__(self, lib_path: str | Path) -> None:
-        self.path = Path(lib_path)
+        self.path = Path(lib_path).resolve()
         try:
-            # Kernel libraries find the operations they call through the global scope.
-            self._lib = ctypes.CDLL(str(self.path), mode=ctypes.RTLD_GLOBAL)
+            digest = hashlib.sha256(self.path.read_bytes()).hexdigest()
         except OSError as error:
-            raise EnvironmentUnfit(f"cannot load the emulator runtime {self.path}: {error}") from None
+            raise EnvironmentUnfit(f"cannot read the emulator runtime {self.path}: {error.strerror}") from None
+        # A kernel library binds to whichever runtime was loaded first: two different ones must not meet.
+        if EmuRuntime._loaded is not None and EmuRuntime._loaded[0] != digest:
+            raise EnvironmentUnfit(f"this process has loaded another emulator runtime ({EmuRuntime._loaded[1]})",
+                                   hint=f"load {self.path} in a new process")
+        if EmuRuntime._loaded is None:
+            try:
+                # Kernel libraries find the operations they call through the global scope.
+                library = ctypes.CDLL(str(self.path), mode=ctypes.RTLD_GLOBAL)
+            except OSError as error:
+                raise EnvironmentUnfit(f"cannot load the emulator runtime {self.path}: {error}") from None
+            EmuRuntime._loaded = (digest, self.path, library)
+        self._lib = EmuRuntime._loaded[2]
         self._declare()
         found = self._lib.mm_emu_abi()
         if found != API_VERSION:
@@ -273,7 +288,7 @@ class EmuProgram:
             max_findings=options.max_findings, max_slices=options.max_slices, wall_limit_s=options.wall_limit_s)
 
     def _report(self, options: EmuOptions) -> EmuReport:
-        symbols = Symbolizer({kernel.image_begin: kernel.path for kernel in self._kernels.values()})
+        symbols = Symbolizer({kernel.image_begin: kernel.path for kernel in self._kernels.values()}, self.warp_roles)
         findings = []
         for index in range(self._lib.mm_emu_num_findings(self._handle)):
             raw = _Finding()

@@ -2,32 +2,46 @@
 
 from __future__ import annotations
 
+import posixpath
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megamoe_cli.backends.emu_binding import EmuFinding
+    from .emu_binding import EmuFinding
 
 _TOKEN = re.compile(r" ?\[\[([0-9a-f]+)\]\]")
+_AT = re.compile(r"(?P<place> at (?P<file>\S+):(?P<line>\d+))?(?P<token> ?\[\[(?P<pc>[0-9a-f]+)\]\])")
+_WARP = re.compile(r"\bCTA \d+ warp (\d+)\b")
 # Frames every operation passes through; they say nothing about the kernel.
 _PLUMBING = ("/hw/emu/device.cuh", "/hw/emu/device_math.cuh")
 
 
-def _shorten(place: str) -> str:
-    """``.../kernels/comm/wait.cuh:31`` -> ``kernels/comm/wait.cuh:31``."""
+def shorten(place: str) -> str:
+    """``.../kernels/roles/../comm/wait.cuh:31`` -> ``kernels/comm/wait.cuh:31``."""
+    place = posixpath.normpath(place) if place else ""
     at = place.rfind("/kernels/")
-    return place[at + 1:] if at >= 0 else place.removeprefix("./")
+    return place[at + 1:] if at >= 0 else place
+
+
+def _inline(match: re.Match[str], places: Mapping[int, tuple[str, ...]]) -> str:
+    """`` at F:L [[pc]]`` -> `` at F:L <- caller <- ...``; the call itself is not repeated as its own caller."""
+    chain = places.get(int(match["pc"], 16), ())
+    here = shorten(f"{match['file']}:{match['line']}") if match["place"] else ""
+    steps = ([here] if here else []) + [place for place in chain if place != here]
+    return " at " + " <- ".join(steps) if steps else ""
 
 
 class Symbolizer:
-    """``images``: load address -> library of every kernel. Addresses outside them resolve to nothing."""
+    """``images``: load address -> library of every kernel. Addresses outside them resolve to nothing. ``roles``: the name
+    of each warp of a CTA, added where a text mentions the warp."""
 
-    def __init__(self, images: Mapping[int, Path]) -> None:
+    def __init__(self, images: Mapping[int, Path], roles: Sequence[str] = ()) -> None:
+        self._roles = roles
         self._images = sorted(images.items())
         self._tool = shutil.which("addr2line")
 
@@ -42,12 +56,17 @@ class Symbolizer:
         return [self._one(finding, places.get(pc, ()), places) for finding, pc in findings]
 
     def _one(self, finding: EmuFinding, chain: tuple[str, ...], places: Mapping[int, tuple[str, ...]]) -> EmuFinding:
-        text = _TOKEN.sub(lambda match: "".join(f" <- {place}" for place in places.get(int(match.group(1), 16), ())), finding.text)
-        file, line = _shorten(finding.file), finding.line
+        text = _AT.sub(lambda match: _inline(match, places), finding.text)
+        text = _WARP.sub(lambda match: self._with_role(match.group()), text)
+        file, line = shorten(finding.file), finding.line
         if not file and chain:
             file, _, number = chain[0].rpartition(":")
             line = int(number) if number.isdigit() else 0
         return replace(finding, text=text, file=file, line=line, chain=chain)
+
+    def _with_role(self, mention: str) -> str:
+        warp = int(mention.rsplit(" ", 1)[1])
+        return f"{mention} ({self._roles[warp]})" if warp < len(self._roles) else mention
 
     def _places(self, wanted: set[int]) -> dict[int, tuple[str, ...]]:
         by_image: dict[tuple[int, Path], list[int]] = {}
@@ -78,7 +97,7 @@ class Symbolizer:
             if line.startswith("0x"):
                 chains.append([])
             elif chains and not line.startswith("??") and not any(part in line for part in _PLUMBING):
-                chains[-1].append(_shorten(line.split(" (")[0]))
+                chains[-1].append(shorten(line.split(" (")[0]))
         for pc, chain in zip(pcs, chains, strict=False):
             places[pc] = tuple(chain)
         return places

@@ -18,20 +18,40 @@ class Limit:
 # DESIGN's numbers, and the few that localise damage (an L2 norm over 7168 columns hides one bad element).
 LIMITS: dict[str, Limit] = {
     "l1_rel": Limit(1e-3, "FP32 sums against float64; the tensor core keeps fewer bits inside one 128-wide sum"),
-    "scale_rel": Limit(1e-3, "a scale is an amax of activations made from accumulators that may be 1e-3 off"),
+    "scale_rel": Limit(3e-3, "a scale is one element, the amax of silu(g)*u; H200 tensor cores leave accumulators 2e-4 off "
+                             "(row L2), single elements 3-5 times that, and both factors count: 1.0e-3 seen at H 256"),
     "code_share": Limit(0.02, "share of codes that may differ (by one) on a rank: values on a rounding boundary"),
     "code_share_row": Limit(0.10, "the same within one row: a row wrong everywhere by one code must not hide"),
-    "code_floor": Limit(1e-3, "of the group's amax: near zero a code is 2e-6 of the amax, less than the 1e-3 that "
-                              "accumulators may be off, so there several codes are one error"),
+    "code_floor": Limit(3e-3, "of the group's amax: near zero a code is 2e-6 of the amax, less than single accumulators "
+                              "are off on an H200, so there several codes are one error"),
     "l2_rel": Limit(1e-2, "bf16 rounding (2e-3) and the FP32 sum"),
     "l2_element": Limit(0.03, "of the row's rms, beyond bf16 rounding: 3x the row limit, for one element"),
     "e2e_rel": Limit(1e-2, "requantized codes differ by one here and there; averages out over I >= 1024"),
-    "e2e_rel_small": Limit(3e-2, "the same for I < 1024, where a few codes carry a row"),
+    "e2e_rel_small": Limit(8e-2, "the same for I < 1024, where a few codes carry a row: one code of 256 is 6-12 % of a large "
+                                 "activation; 4.4e-2 seen on an H200 (worst of 384 rows), 1.1e-2 with exact accumulators"),
+    "e2e_rank": Limit(6e-3, "all rows of a rank together, where single codes average out"),
+    "e2e_rank_small": Limit(2e-2, "the same for I < 1024"),
     "e2e_element": Limit(8.0, "times the row limit, of the row's rms: errors of a row are spread like noise, so 8 "
                               "standard deviations; a wrong element is 100 % off"),
     "e2e_cosine": Limit(0.999, "direction of a row; catches what a scale-only error hides"),
+    "e2e_cosine_small": Limit(0.996, "the direction that goes with e2e_rel_small: 1 - rel^2/2"),
     "bf16_ulp": Limit(2.0**-7, "one bf16 step, relative: added to every element limit of bf16 data"),
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class EndToEndLimits:
+    """Relative L2 of one row, of all rows of a rank together, and cosine of a row."""
+
+    row: float
+    rank: float
+    cosine: float
+
+
+def end_to_end_limits(intermediate: int) -> EndToEndLimits:
+    suffix = "_small" if intermediate < 1024 else ""
+    return EndToEndLimits(*(LIMITS[name + suffix].value for name in ("e2e_rel", "e2e_rank", "e2e_cosine")))
+
 
 MAX_PER_METRIC = 8  # findings listed for one metric of one check; the rest is counted
 
@@ -178,6 +198,18 @@ def check_rows(report: Report, metric: str, got: torch.Tensor, expected: torch.T
         for r in _listed(report, f"{metric}_cosine", value < cos):
             c = int(worst_column[r])
             _add(report, f"{metric}_cosine", where, r, c, g, e, f"cosine of this {what} is {float(value[r]):.5f}, limit {cos:g}")
+
+
+def check_rank(report: Report, metric: str, got: torch.Tensor, expected: torch.Tensor, rank: int, limit: float) -> None:
+    """All rows [n,c] of a rank together: catches what is small in every row and wrong on average. Non-finite elements are
+    the rows' business and left out."""
+    keep = got.isfinite() & expected.isfinite()
+    zero = torch.zeros((), dtype=torch.float64, device=got.device)
+    g, e = got.double().where(keep, zero), expected.double().where(keep, zero)
+    ratio = float(relative_l2(g.reshape(1, -1), e.reshape(1, -1))) if got.numel() else 0.0
+    report.worst(metric, ratio)
+    if not ratio <= limit:
+        report.add(metric, f"relative L2 of all rows of this rank together is {ratio:.3g}, limit {limit:g}", rank=rank)
 
 
 def _add(report: Report, metric: str, where: Where, row: int, column: int, got: torch.Tensor, expected: torch.Tensor,

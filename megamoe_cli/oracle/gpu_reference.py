@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 
 from .casedata import CaseData
-from .compare import Report, bits, cosine, relative_l2
+from .compare import EndToEndLimits, Report, bits, check_rank, cosine, relative_l2
 
 _ROWS = 8192  # rows of one expert at a time: bounds the FP32 accumulators (8192 x 6144 x 4 = 200 MB)
 
@@ -93,8 +93,7 @@ def _sum_slots(slots: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return total.to(torch.bfloat16)
 
 
-def compare(case: CaseData, outputs: Sequence[torch.Tensor], *, relative_limit: float, cosine_limit: float,
-            report: Report, device: torch.device | str | None = None) -> None:  # fmt: skip
+def compare(case: CaseData, outputs: Sequence[torch.Tensor], *, limits: EndToEndLimits, report: Report, device: torch.device | str | None = None) -> None:  # fmt: skip
     """Every row of ``outputs[r]`` ([>=T,H] bf16) against :func:`layer`; findings and worst numbers go to ``report``.
 
     Metrics: full_rel and full_cosine_loss (worst row), full_bit_equal (share of elements with the same 16 bits).
@@ -108,13 +107,14 @@ def compare(case: CaseData, outputs: Sequence[torch.Tensor], *, relative_limit: 
         report.worst("full_rel", float(relative.nan_to_num(nan=torch.inf).max()))
         report.worst("full_cosine_loss", 1 - float(cosines.nan_to_num(nan=-1.0).min()))
         # Written so that NaN fails.
-        for token in (~((relative <= relative_limit) & (cosines >= cosine_limit))).nonzero().flatten().tolist():
+        for token in (~((relative <= limits.row) & (cosines >= limits.cosine))).nonzero().flatten().tolist():
             error = (got[token].float() - want[token].float()).abs()
             column = int(error.nan_to_num(nan=torch.inf).argmax())
-            report.add("full_reference", f"relative L2 {float(relative[token]):.3g} (limit {relative_limit:g}), cosine "
-                       f"{float(cosines[token]):.5f} (limit {cosine_limit:g}) against the FP32 reference of every row",
+            report.add("full_reference", f"relative L2 {float(relative[token]):.3g} (limit {limits.row:g}), cosine "
+                       f"{float(cosines[token]):.5f} (limit {limits.cosine:g}) against the FP32 reference of every row",
                        rank=rank, token=token, column=column, got=float(got[token, column]),
                        expected=float(want[token, column]))
+        check_rank(report, "full_rank", got, want, rank, limits.rank)
         unequal += int((bits(got) != bits(want)).sum())
         total += got.numel()
     if total:

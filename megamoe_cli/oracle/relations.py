@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from .casedata import CaseData, PhaseOutput
-from .compare import LIMITS, Finding, Report, bit_equal_rows, check_rows, relative_l2
+from .compare import LIMITS, Finding, Report, bit_equal_rows, check_rows, end_to_end_limits, relative_l2
 from .reference import dequantize, end_to_end
 
 Cases = Sequence[CaseData]
@@ -110,11 +110,11 @@ def as_if_masked(cases: Cases, outputs: Outputs, run: int, expert: int) -> list[
     """y is what it would be with the expert's slots masked, within the end-to-end limits."""
     case, report = cases[run], Report()
     inputs = [replace(d, topk_idx=d.topk_idx.masked_fill(d.topk_idx == expert, -1)) for d in case.inputs]
-    small = case.problem.shape.intermediate < 1024
+    limits = end_to_end_limits(case.problem.shape.intermediate)
     for rank, reference in enumerate(end_to_end(replace(case, inputs=inputs))):
         y = outputs[run][rank]["y"][: case.problem.tokens[rank]].cpu()
         check_rows(report, "not_as_masked", y, reference.y, lambda r: (rank, r, None),
-                   rel=LIMITS["e2e_rel_small" if small else "e2e_rel"].value, cos=LIMITS["e2e_cosine"].value)  # fmt: skip
+                   rel=limits.row, cos=limits.cosine)  # fmt: skip
     return report.findings()
 
 

@@ -1,4 +1,4 @@
-"""Builds small kernels for the emulator with nothing but g++, and runs them on numpy buffers."""
+"""Builds small kernels for the emulator with nothing but g++ (cached by content), and runs them on numpy buffers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from pathlib import Path
 import numpy as np
 
 from megamoe_cli.backends.emu_binding import EmuKernel, EmuOptions, EmuProgram, EmuReport, EmuRuntime
+from megamoe_cli.compile import build_runtime
 
 ROOT = Path(__file__).resolve().parents[2]
 EMU = ROOT / "kernels" / "hw" / "emu"
 CACHE = Path(tempfile.gettempdir()) / f"megamoe-emulator-tests-{os.getuid()}"
-COMPILE = ("g++", "-std=c++17", "-g", "-fPIC", "-Wall", "-Wextra", "-ffp-contract=off", "-fno-strict-aliasing", "-I", str(ROOT / "kernels"))
+COMPILE = ("g++", "-std=c++17", "-g1", "-fPIC", "-Wall", "-Wextra", "-ffp-contract=off", "-fno-strict-aliasing", "-I", str(ROOT / "kernels"))
 TSAN = ("-fsanitize=thread", "--param", "tsan-instrument-func-entry-exit=0")
 
 PRELUDE = """
@@ -37,23 +38,10 @@ def _gcc(*arguments: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def _publish(out: Path, temporary: Path) -> Path:
-    os.replace(temporary, out)
-    return out
-
-
 @functools.cache
 def runtime() -> EmuRuntime:
-    units = sorted(EMU.glob("*.cpp"))
-    key = hashlib.sha256("\0".join(path.read_text() for path in [*units, *sorted(EMU.glob("*.h"))]).encode()).hexdigest()[:20]
-    out = CACHE / f"runtime-{key}.so"
-    if not out.exists():
-        CACHE.mkdir(parents=True, exist_ok=True)
-        temporary = CACHE / f"{out.name}.{os.getpid()}"
-        _gcc("g++", "-std=c++17", "-O2", "-g1", "-fPIC", "-Wall", "-Wextra", "-shared", "-pthread", "-Wl,-soname,libmegamoe_emu.so",
-             *map(str, units), "-ldl", "-o", str(temporary))
-        _publish(out, temporary)
-    return EmuRuntime(out)
+    """The product's own build of it: a process can hold only one."""
+    return EmuRuntime(build_runtime())
 
 
 @functools.cache
@@ -68,9 +56,10 @@ def build(source: str, checked: bool = False, *defines: str) -> EmuKernel:
             unit.write_text(text)
             flags = [*COMPILE, "-O2", "-DMEGAMOE_EMULATOR", *(f"-D{d}" for d in defines), *(TSAN if checked else ())]
             _gcc(*flags, "-c", str(unit), "-o", f"{folder}/kernel.o")
+            CACHE.mkdir(parents=True, exist_ok=True)
             temporary = CACHE / f"{out.name}.{os.getpid()}"
             _gcc("g++", "-shared", "-Wl,--no-undefined", f"{folder}/kernel.o", str(machine.path), "-o", str(temporary))
-            _publish(out, temporary)
+            os.replace(temporary, out)
     return machine.kernel(out)
 
 

@@ -5,14 +5,13 @@ import torch
 
 from megamoe_cli.inputs import make_case
 from megamoe_cli.oracle import gpu_reference, reference
-from megamoe_cli.oracle.compare import LIMITS, Report
+from megamoe_cli.oracle.compare import Report, end_to_end_limits
 from megamoe_cli.shapes import Problem, Shape
 
 
 def judge(case, outputs):
     report = Report()
-    gpu_reference.compare(case, outputs, relative_limit=LIMITS["e2e_rel_small"].value,
-                          cosine_limit=LIMITS["e2e_cosine"].value, report=report)
+    gpu_reference.compare(case, outputs, limits=end_to_end_limits(case.problem.shape.intermediate), report=report)
     return report
 
 
@@ -46,7 +45,14 @@ def test_damage_is_found(damage):
     else:
         row.view(torch.int16).fill_(-1)
     found = judge(case, outputs).findings()
-    assert [(f.rank, f.token) for f in found] == [(1, 2)]
+    assert [(f.rank, f.token) for f in found if f.token is not None] == [(1, 2)] and {f.rank for f in found} == {1}
+
+
+def test_what_is_small_in_every_row_is_found_over_the_rank():
+    case = make_case(Problem.make(Shape(256, 256, 8, 2), 2, (6, 4)), seed=5)
+    outputs = [r.y.clone() for r in reference.end_to_end(case)]
+    outputs[0].mul_(1.03)
+    assert [(f.metric, f.rank, f.token) for f in judge(case, outputs).findings()] == [("full_rank", 0, None)]
 
 
 def test_a_masked_row_is_zero_and_its_weight_unread():

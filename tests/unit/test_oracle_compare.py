@@ -122,7 +122,7 @@ def test_activations():
     assert [f.metric for f in activations(off_by_one_everywhere)[0]] == ["l2_acts_share"]
 
     def scale(codes, sf):
-        sf[0, 1] *= 1.002
+        sf[0, 1] *= 1.004
 
     findings, _, _ = activations(scale)
     assert [(f.metric, f.token, f.column) for f in findings] == [("l2_acts_sf", 10, 1)]

@@ -231,7 +231,7 @@ def test_each_phase_is_judged_from_its_own_input(run):
     got = simulate(wrong)
     assert phases.load("dispatch").check(case, got) == [] == phases.load("l2").check(case, got)
     assert hit(phases.load("l1").check(case, got), "l2_acts_sf")
-    assert {f.metric for f in phases.load("combine").check(case, got)} <= {"e2e", "e2e_cosine", "e2e_element"}
+    assert {f.metric for f in phases.load("combine").check(case, got)} <= {"e2e", "e2e_cosine", "e2e_element", "e2e_rank"}
 
 
 def test_without_raw_the_epilogue_is_still_judged(run, got):

@@ -194,7 +194,7 @@ def test_launches_have_different_data_and_one_set_of_weights():
 
 
 def test_saved_outputs_can_be_compared(tmp_path):
-    for name, damage in (("a", None), ("b", None), ("c", spoil("combine", torch.bfloat16, lambda t: t[:, 0].mul_(1.001953125)))):
+    for name, damage in (("a", None), ("b", None), ("c", spoil("combine", torch.bfloat16, lambda t: t[:, 0].mul_(1.05)))):
         result = run(case(options={"save": str(tmp_path / name)}), damage=damage)
         assert Path(result.metrics["saved"]).is_file()
     files = [tmp_path / n / "combine-x.pt" for n in "abc"]

@@ -13,6 +13,8 @@
 
 namespace megamoe::emu {
 
+struct Agents;
+
 struct Clock {
     std::vector<u32> all, shared, global;
 
@@ -25,7 +27,7 @@ struct Clock {
     void join(const Clock& other);
     void meet(const Clock& other);                 // elementwise minimum; an empty clock takes the other's value
     void raise(u32 agent, u32 epoch);              // one agent's work up to `epoch` is complete and visible
-    void join_epoch(const struct Agents& agents, u32 agent, u32 epoch);  // the same on a clock that may be empty
+    void join_epoch(const Agents& agents, u32 agent, u32 epoch);  // the same on a clock that may be empty
     void proxy_fence(bool shared_space, bool global_space);
     void fence_everything() { proxy_fence(true, true); }
 };

@@ -68,6 +68,7 @@ struct Thread {
     u32 result = 0;         // of the last warp collective
     u32 ops = 0;            // operations since the last switch: bounds how long a spin may run
     u32 num_polls = 0;
+    u32 spin_credit = 0;    // polls granted after a clock jump: a wait loop may look at the time only now and then
     std::array<Poll, 4> polls;
     Wait wait;
     u64 mma_next = 0;       // next entry of the warpgroup's queue this thread will join

@@ -12,6 +12,7 @@ namespace {
 constexpr int kSignals[] = {SIGSEGV, SIGBUS, SIGFPE};
 const int kInterrupt = SIGRTMIN + 7;
 constexpr size_t kAlternateStack = 64 * 1024;
+constexpr size_t kTopReserve = 4096;  // the ucontext fallback keeps its context there
 
 struct sigaction g_old[3], g_old_interrupt;
 pthread_t g_runner;
@@ -56,7 +57,7 @@ void runaway() {
 
 // The fiber's own stack may be the problem, and it is not needed any more: start again at its top.
 void leave_fiber(ucontext_t* c, void (*target)()) {
-    char* top = static_cast<char*>(g_engine->stacks_.stack(g_thread->stack)) + StackPool::kStackBytes - 64;
+    char* top = static_cast<char*>(g_engine->stacks_.stack(g_thread->stack)) + StackPool::kStackBytes - kTopReserve;
     redirect(c, target, top);
 }
 

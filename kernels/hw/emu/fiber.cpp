@@ -6,13 +6,17 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#if !defined(__x86_64__)
+// MEGAMOE_EMU_UCONTEXT forces the fallback, so that it can be tested on x86-64.
+#if defined(__x86_64__) && !defined(MEGAMOE_EMU_UCONTEXT)
+#define MM_EMU_ASM_SWITCH 1
+#else
+#define MM_EMU_ASM_SWITCH 0
 #include <ucontext.h>
 #endif
 
 namespace megamoe::emu {
 
-#if defined(__x86_64__)
+#if MM_EMU_ASM_SWITCH
 
 // Leaving through `pop; jmp` rather than `ret` keeps the return predictor intact: returning into another stack
 // mispredicts every time and was measured six times slower.
@@ -56,18 +60,21 @@ void fiber_switch(Fiber& from, Fiber& to) { mm_emu_fiber_switch(&from.context, t
 
 #else
 
+// The context lives at the top of the fiber's own stack, so a fiber owns nothing that must be freed.
 void fiber_prepare(Fiber& fiber, void* stack, size_t bytes, FiberEntry entry) {
-    auto* context = static_cast<ucontext_t*>(fiber.context);
-    if (context == nullptr) fiber.context = context = new ucontext_t;
+    const auto top = (reinterpret_cast<uintptr_t>(stack) + bytes - sizeof(ucontext_t)) & ~uintptr_t(63);
+    auto* context = reinterpret_cast<ucontext_t*>(top);
+    fiber.context = context;
     getcontext(context);
     context->uc_stack.ss_sp = stack;
-    context->uc_stack.ss_size = bytes;
+    context->uc_stack.ss_size = top - reinterpret_cast<uintptr_t>(stack);
     context->uc_link = nullptr;
     makecontext(context, entry, 0);
 }
 
 void fiber_switch(Fiber& from, Fiber& to) {
-    if (from.context == nullptr) from.context = new ucontext_t;
+    static thread_local ucontext_t scheduler;  // the one fiber that was never prepared
+    if (from.context == nullptr) from.context = &scheduler;
     swapcontext(static_cast<ucontext_t*>(from.context), static_cast<ucontext_t*>(to.context));
 }
 

@@ -59,6 +59,8 @@ void Engine::report(const char* kind, const Where& where, const std::string& tex
 
 namespace {
 
+constexpr size_t kMaxWaiterLines = 400;  // 8 ranks x 4 CTAs x 12 warps, each with one reason to wait
+
 std::string describe_wait(const Thread& t) {
     const Wait& w = t.wait;
     Cta& cta = cta_of(t);
@@ -95,7 +97,6 @@ std::string describe_waiters(const Engine& e) {
     // Lanes that wait alike share a line.
     using Key = std::tuple<u32, u32, u32, std::string>;
     std::map<Key, u32> lines;
-    std::map<std::tuple<u32, u32, u32>, u32> running;
     std::string head;
     for (size_t r = 0; r < e.streams.size(); ++r) {
         const Stream& s = e.streams[r];
@@ -112,8 +113,14 @@ std::string describe_waiters(const Engine& e) {
             }
     }
     std::string out = head;
-    for (const auto& [key, count] : lines)
+    size_t shown = 0;
+    for (const auto& [key, count] : lines) {
+        if (++shown > kMaxWaiterLines) {
+            out += format("... and %zu more\n", lines.size() - kMaxWaiterLines);
+            break;
+        }
         out += format("rank %u CTA %u warp %u: %s x%u lanes\n", std::get<0>(key), std::get<1>(key), std::get<2>(key), std::get<3>(key).c_str(), count);
+    }
     if (!e.pending_.empty()) out += format("%zu asynchronous operations in flight\n", e.pending_.size());
     return out;
 }

@@ -18,6 +18,7 @@ double now_s() {
 }
 constexpr u32 kQuietRounds = 3;      // rounds of polling unchanged memory before it is called a deadlock
 constexpr u32 kMaxJumps = 4096;      // clock jumps granted to device-side timeouts after that
+constexpr u32 kSpinCredit = 2048;    // polls of a spinner per jump
 constexpr u64 kMaxJumpNs = 1'000'000'000'000;
 }  // namespace
 
@@ -53,6 +54,10 @@ void Engine::maybe_preempt(Thread& t, u32 one_in) {
 
 // A spinner sleeps until one of the words it polled changes, or until nothing else can run.
 void Engine::park_poll(Thread& t, const Where& where) {
+    if (t.spin_credit > 0) {
+        --t.spin_credit;
+        return;
+    }
     pollers_.push_back(&t);
     for (u32 i = 0; i < t.num_polls; ++i) watches_[t.polls[i].address].push_back(&t);
     block(t, WaitKind::kPoll, where, t.num_polls ? reinterpret_cast<u64>(t.polls[0].address) : 0,
@@ -230,6 +235,7 @@ bool Engine::idle() {
     if (++jumps_ > kMaxJumps) return false;
     clock += jump_ns_;
     jump_ns_ = std::min(jump_ns_ * 2, kMaxJumpNs);
+    for (Thread* t : pollers_) t->spin_credit = kSpinCredit;
     wake_pollers();
     // mbarrier.try_wait may give up; the kernel then looks at its deadline.
     for (Stream& s : streams) {
