@@ -112,8 +112,9 @@ class Bench:
         report = Report()
         gpu_reference.compare(cases[-1], [done.outputs(-1)[0]["y"]], 
                               limits=end_to_end_limits(self.shape.intermediate), report=report)  # fmt: skip
-        if report.findings:
-            raise WrongResult(f"{self.shape} at {tokens} tokens is wrong, so its time means nothing: {report.findings[0]}")
+        findings = report.findings()
+        if findings:
+            raise WrongResult(f"{self.shape} at {tokens} tokens is wrong, so its time means nothing: {findings[0]}")
         row = self._back_to_back_us(session, total - 1, in_a_row)
         weight_us, tensor_us, active = floors_us(self.shape, [c.inputs[0].topk_idx for c in cases[warmup:]])
         low, high = median_interval(times)

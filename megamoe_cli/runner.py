@@ -102,15 +102,15 @@ class Runner:
             # Below the supervisor's limit, so that the backend's own word (who waited, on what) is what is seen.
             limit = max(1.0, 0.9 * plan.timeout_s)
             done = self._together("run", lambda: session.run(limit, snapshot=wanted, to_cpu=not plan.big or self._many))
-        if done.run.launch_ms:
-            result.metrics["launch_ms"] = {"ranks": {str(r): [round(m, 4) for m in ms] for r, ms in done.run.launch_ms.items()}}
         outputs = [[done.launches[at][rank] for rank in range(self.ranks)] for at in ends]
-        faults, diagnostics = dict(done.run.faults), list(done.run.diagnostics)
         if self._many:
             with self._stage("gather", plan.id):
-                outputs, faults, diagnostics = self._gather(outputs, faults, diagnostics)
+                outputs = self._gather(outputs, done.run)
         if not self.judges:
             return
+        faults, diagnostics = done.run.faults, done.run.diagnostics
+        if done.run.launch_ms:
+            result.metrics["launch_ms"] = {"ranks": {str(r): [round(m, 4) for m in ms] for r, ms in done.run.launch_ms.items()}}
         if faults:
             _fault(result, faults, plan.problem.shape.topk, gpu=not self.slow)
         if diagnostics:
@@ -155,21 +155,21 @@ class Runner:
     def _together(self, name: str, work: Callable[[], T]) -> T:
         return work() if self.control is None else self.control.step(name, work)
 
-    def _gather(self, outputs: list[list[dict]], faults: dict, diagnostics: list) -> tuple[list, dict, list]:
-        """Rank 0 gets everything; the others keep their own."""
+    def _gather(self, outputs: list[list[dict]], run: RunResult) -> list[list[dict]]:
+        """Rank 0 gets every rank's outputs, and everything that ``run`` holds of the others; they keep their own."""
+        from .abi import FaultRecord
         from .backends.exchange import collect
 
         rank = self.control.rank
-        mine = [ranks[rank] | {"fault": None} for ranks in outputs]  # fault records travel below
-        records = {r: bytes(record) for r, record in faults.items()}
-        got = collect(self.control, {"outputs": mine, "faults": records, "diagnostics": diagnostics})
+        mine = [ranks[rank] | {"fault": None} for ranks in outputs]  # fault records travel as bytes
+        records = {r: bytes(record) for r, record in run.faults.items()}
+        got = collect(self.control, {"outputs": mine, "faults": records, "ms": run.launch_ms, "diagnostics": run.diagnostics})
         if got is None:
-            return outputs, faults, diagnostics
-        from .abi import FaultRecord
-
-        merged = {r: FaultRecord.from_bytes(raw) for part in got for r, raw in part["faults"].items()}
-        rows = [[part["outputs"][n] for part in got] for n in range(len(outputs))]
-        return rows, merged, [d for part in got for d in part["diagnostics"]]
+            return outputs
+        run.faults = {r: FaultRecord.from_bytes(raw) for part in got for r, raw in part["faults"].items()}
+        run.launch_ms = {r: ms for part in got for r, ms in part["ms"].items()}
+        run.diagnostics = [d for part in got for d in part["diagnostics"]]
+        return [[part["outputs"][n] for part in got] for n in range(len(outputs))]
 
     @contextmanager
     def _stage(self, name: str, case_id: str) -> Any:

@@ -24,10 +24,13 @@ if TYPE_CHECKING:
     from .runner import Runner
 
 ONE_PROCESS_PER_RANK = ("nvlink", "processes")
+PROGRAM = (sys.executable, "-m", "megamoe_cli.worker")
 
 
-def main(argv: Sequence[str] | None = None, make_runner: Callable[..., Runner] | None = None) -> int:
-    """``make_runner(args, control, on_stage)`` replaces the making of the Runner (for tests without a device)."""
+def main(argv: Sequence[str] | None = None, make_runner: Callable[..., Runner] | None = None,
+         program: Sequence[str] = PROGRAM) -> int:  # fmt: skip
+    """``make_runner(args, control, on_stage)`` replaces the making of the Runner and ``program`` what is started as a
+    rank (for tests without a device)."""
     args = _parser().parse_args(argv)
     out = _take_stdout()
     die_with_parent()
@@ -39,7 +42,7 @@ def main(argv: Sequence[str] | None = None, make_runner: Callable[..., Runner] |
     under_torchrun = per_rank and args.rank is None and "RANK" in os.environ and "WORLD_SIZE" in os.environ
     try:
         if per_rank and args.rank is None and not under_torchrun:
-            return rank_group.serve(args.ranks, lambda rank, at: _rank_command(args, rank, at), out)
+            return rank_group.serve(args.ranks, lambda rank, at: _rank_command(program, args, rank, at), out)
         if per_rank:
             return _serve_rank(args, say, make_runner or _rank_runner)
         runner = (make_runner or _single_runner)(args, None, say.stage)
@@ -127,8 +130,8 @@ def _single_runner(args: argparse.Namespace, control: Control | None, on_stage: 
 # -- one process per rank --------------------------------------------------------------------------
 
 
-def _rank_command(args: argparse.Namespace, rank: int, rendezvous: str) -> list[str]:
-    command = [sys.executable, "-m", "megamoe_cli.worker", "--backend", args.backend, "--ranks", str(args.ranks)]
+def _rank_command(program: Sequence[str], args: argparse.Namespace, rank: int, rendezvous: str) -> list[str]:
+    command = [*program, "--backend", args.backend, "--ranks", str(args.ranks)]
     if args.cases:
         command += ["--cases", args.cases]
     return [*command, "--rank", str(rank), "--rendezvous", rendezvous]

@@ -9,49 +9,14 @@ import os
 import signal
 import sys
 import time
-from multiprocessing import resource_tracker, shared_memory
+from pathlib import Path
 
 from megamoe_cli import errors, rank_group
 from megamoe_cli.backends.control import Control
 from megamoe_cli.processes import die_with_parent
 
-
-class SharedMemory:
-    """Peer memory in POSIX shared memory: real mappings at different addresses in each process."""
-
-    def __init__(self, fail_at=""):
-        self.fail_at, self.kept = fail_at, []
-
-    def check(self, step):
-        if step == self.fail_at:
-            raise errors.EnvironmentUnfit(f"injected at {step}", hint="none")
-
-    def allocate(self, control, nbytes, name):
-        import torch
-
-        def local():
-            self.check("allocate")
-            block = shared_memory.SharedMemory(create=True, size=nbytes)
-            self.kept.append(block)
-            return block.name
-
-        names = control.agree(f"allocate {name}", local)
-
-        def open_all():
-            self.check("map")
-            blocks = []
-            for rank, block_name in enumerate(names):
-                if rank == control.rank:
-                    blocks.append(self.kept[0])
-                else:
-                    blocks.append(shared_memory.SharedMemory(name=block_name))
-                    resource_tracker.unregister(blocks[-1]._name, "shared_memory")
-                    self.kept.append(blocks[-1])
-            return blocks
-
-        blocks = control.step(f"map {name}", open_all)
-        tensor = torch.frombuffer(blocks[control.rank].buf, dtype=torch.uint8)
-        return tensor, [ctypes.addressof(ctypes.c_char.from_buffer(b.buf)) for b in blocks]
+sys.path.insert(0, str(Path(__file__).parent))
+from shared_peer_memory import SharedMemory  # noqa: E402
 
 
 def exchange(control, fail_at=""):
@@ -64,8 +29,7 @@ def exchange(control, fail_at=""):
     control.barrier(30)
     seen = tensor[: control.ranks].tolist()
     control.barrier(30)
-    if control.rank >= 0:  # the owner unlinks; mappings stay until exit
-        memory.kept[0].unlink()
+    memory.close()
     return seen
 
 
