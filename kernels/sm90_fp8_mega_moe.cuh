@@ -33,8 +33,10 @@ MM_DEVICE void run(const KernelParams& p) {
         if (warp < C::kDispatchWarps) {
             if constexpr (C::kDispatchWarps % 4 == 0) hw::reg_dealloc<C::kRegsDispatch>();
             if constexpr (C::kPhase >= Phase::kDispatch) {
+                Trace<C::kTrace> trace(p, 0, thread == 0);
                 DispatchSend<C>(p, smem, epoch, thread).run();
-                DispatchPull<C>(p, bars, smem, epoch, thread).run();
+                trace.stamp(kTraceSent);
+                DispatchPull<C>(p, bars, smem, epoch, thread).run(trace);
             }
         } else {
             if constexpr (C::kDispatchWarps % 4 == 0) hw::reg_dealloc<C::kRegsTma>();

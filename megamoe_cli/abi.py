@@ -78,7 +78,7 @@ class KernelParams(ctypes.Structure):
         ("peer_base", c_uint64 * MAX_RANKS),
         ("region", c_uint64 * NUM_REGIONS),
         ("y", c_uint64), ("w13_sf", c_uint64), ("w2_sf", c_uint64), ("stats", c_uint64), ("l1_raw", c_uint64),
-        ("fault", c_uint64), ("stub_report", c_uint64), ("timeout_ns", c_uint64),
+        ("fault", c_uint64), ("report", c_uint64), ("timeout_ns", c_uint64),
         ("local_base", c_uint64),
         ("abi_version", c_uint32), ("params_bytes", c_uint32),
         ("rank", c_uint32), ("num_ranks", c_uint32), ("num_tokens", c_uint32), ("capacity", c_uint32),

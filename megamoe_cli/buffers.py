@@ -102,7 +102,7 @@ def make_params(
     base = peers[rank]
     params = KernelParams(
         y=address(y), w13_sf=address(weights.l1.scales), w2_sf=address(weights.l2.scales), stats=address(stats),
-        l1_raw=address(l1_raw), fault=backend.fault_address(rank), stub_report=address(stub_report),
+        l1_raw=address(l1_raw), fault=backend.fault_address(rank), report=address(stub_report),
         timeout_ns=options.timeout_ns, abi_version=abi.ABI_VERSION, params_bytes=abi.PARAMS_BYTES, rank=rank,
         num_ranks=layout.ranks, num_tokens=tokens, capacity=layout.capacity, hidden=shape.hidden,
         intermediate=shape.intermediate, num_experts=shape.experts, topk=shape.topk, pool_rows=pool,

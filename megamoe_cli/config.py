@@ -35,6 +35,7 @@ ALLOWED: dict[str, tuple] = {
     "promotion": ("classic", "rescale"),
     "frontend": ("compact", "standard"),
     "order": ("lag", "wave"),
+    "trace": (0, 1),
 }
 BOUNDS: dict[str, tuple[int, int]] = {"lag": (0, 65535), "unit_blocks": (1, 65535)}
 # (field, value) pairs the rules above allow and the kernel does not implement yet. Shrinks as it grows.
@@ -90,6 +91,7 @@ class KernelConfig:
     regs_dispatch: int = 0
     regs_tma: int = 0
     regs_math: int = 0
+    trace: int = 0  # 1: count where the cycles go (KernelParams.report); for looking, not for timing
 
     # --- derived -----------------------------------------------------------------------------------
     @property

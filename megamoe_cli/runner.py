@@ -61,6 +61,8 @@ class Runner:
             _explain(result, error, gpu=not self.slow)
         if self.control is not None and self.control.broken:
             result.respawn = True
+        if not self.slow and not result.respawn:
+            _return_memory()
         result.where, result.kernel, result.stages = self._where, self._kernel, self._stages
         result.seconds = time.perf_counter() - began
         return result
@@ -179,6 +181,17 @@ class Runner:
             yield
         finally:
             self._stages[name] = round(self._stages.get(name, 0.0) + time.perf_counter() - began, 4)
+
+
+def _return_memory() -> None:
+    """Gives torch's cached blocks back to the device: buffers are allocated beside torch, which would not see them."""
+    import gc
+
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def default_opener(backend: str, control: Control | None) -> Opener:

@@ -1,5 +1,6 @@
 // Positions in mbarrier rings, and the barriers of a CTA by name.
 #pragma once
+#include "trace.cuh"
 #include "wait.cuh"
 #include "../layout/shared_plan.cuh"
 

@@ -63,7 +63,7 @@ struct alignas(64) KernelParams {
     u64 stats;            // i32 [E_l] accumulated receive counts, or 0
     u64 l1_raw;           // f32 [P][2I] raw scaled L1 accumulators, natural order, or 0 (phase l1 only)
     u64 fault;            // FaultRecord of this rank, host-visible
-    u64 stub_report;      // u64[kNumRegions + 8], written by the stub phase only, or 0
+    u64 report;           // phase stub: u64[kNumRegions + 8]; trace builds: u32[grid][kTraceWords]; or 0
     u64 timeout_ns;       // bound of every device-side wait
     u64 local_base;       // peer_base[rank], where no index has to be computed
     u32 abi_version;

@@ -207,11 +207,14 @@ struct DispatchPull {
         for (u32 e = first; e < p.num_experts; e += step) hw::st_u32(sent + e, 0);
     }
 
-    MM_DEVICE void run() const {
+    MM_DEVICE void run(Trace<C::kTrace>& trace) const {
         build_tables();
+        trace.stamp(kTraceTables);
         report_counts();
         pull();
+        trace.stamp(kTracePulled);
         clear_next_bank();
+        trace.stamp(kTraceDispatchEnd);
     }
 };
 

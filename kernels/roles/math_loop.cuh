@@ -42,7 +42,7 @@ MM_DEVICE ColumnScales column_scales(const KernelParams& p, const Tile& tile, u3
 
 template <class C>
 MM_DEVICE void main_loop(const KernelParams& p, u8* smem, const CtaBarriers<C>& bars, const Tile& tile, const MathThread<C>& me,
-                         RingCursor<C::kStages>& stage, f32 (&acc)[MathThread<C>::kSubTiles][64]) {
+                         RingCursor<C::kStages>& stage, f32 (&acc)[MathThread<C>::kSubTiles][64], Trace<C::kTrace>& trace) {
     using Plan = SharedPlan<C>;
     constexpr u32 kSubTiles = MathThread<C>::kSubTiles;
     const u32 num_k = (tile.kind() == kTileL1 ? p.hidden : p.intermediate) / 128;
@@ -64,7 +64,9 @@ MM_DEVICE void main_loop(const KernelParams& p, u8* smem, const CtaBarriers<C>& 
             next_even = hw::ld_nc_f32(scales.even + k + 1);
             next_odd = hw::ld_nc_f32(scales.odd + k + 1);
         }
+        trace.lap(kTraceMain);
         mbarrier_wait(p, bars.stage_full(stage.slot()), stage.parity(), kWaitStageFull, stage.slot());
+        trace.lap(kTraceStageWait);
         const f32* sfa = reinterpret_cast<const f32*>(smem + Plan::kSfa + stage.slot() * Plan::kSfaBytes);
 #pragma unroll
         for (u32 s = 0; s < kSubTiles; ++s) {

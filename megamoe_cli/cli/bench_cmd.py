@@ -12,7 +12,7 @@ from megamoe_cli.shapes import parse_shape
 SCHEMA = "megamoe.bench/1"
 
 
-def _sizes(text: str) -> list[int]:
+def parse_sizes(text: str) -> list[int]:
     try:
         sizes = [int(part) for part in text.split(",") if part.strip()]
     except ValueError:
@@ -36,7 +36,7 @@ def bench_command(app: App, shapes: str, rank_of: int, tokens: str, config_text:
     routing. L2 is as the launch before left it. Outputs are checked after timing."""
     from megamoe_cli.bench import Bench, slice_of
 
-    sizes = _sizes(tokens)
+    sizes = parse_sizes(tokens)
     parsed = [slice_of(parse_shape(name.strip()), rank_of) for name in shapes.split(",")]
     names = [name.strip() for name in shapes.split(",")]
     config = KernelConfig.parse(config_text)

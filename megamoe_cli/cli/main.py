@@ -27,6 +27,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "build": ("megamoe_cli.cli.build_cmd", "build_command", "Compile the kernel's phases; show registers and spills."),
     "test": ("megamoe_cli.cli.test_cmd", "test_command", "Prove the phases right on N ranks, on a GPU or the emulator."),
     "bench": ("megamoe_cli.cli.bench_cmd", "bench_command", "Time the kernel on one GPU beside its floors."),
+    "trace": ("megamoe_cli.cli.trace_cmd", "trace_command", "Count where the kernel's cycles go, on one GPU."),
     "doctor": ("megamoe_cli.cli.doctor_cmd", "doctor_command", "Say what this machine can run, and what it lacks."),
 }
 

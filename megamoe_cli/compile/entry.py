@@ -34,6 +34,7 @@ struct Config {{
     static constexpr megamoe::u32 kMathWarpgroups = {config.math_warpgroups}, kDispatchWarps = {config.dispatch_warps}, kTmaWarps = {config.tma_warps};
     static constexpr megamoe::u32 kRegsDispatch = {dispatch}, kRegsTma = {tma}, kRegsMath = {math};
     static constexpr megamoe::u32 kRowDepth = {ROW_DEPTH};
+    static constexpr bool kTrace = {"true" if config.trace else "false"};
 }};
 MM_KERNEL_ENTRY({KERNEL_NAME}, {config.threads}, {config.cluster}, megamoe::KernelParams, megamoe::run<Config>)
 """

@@ -132,7 +132,7 @@ def test_parameters() -> None:
     assert list(p.region) == [layout.region_offset[name] for name in REGIONS]
     bases = [s.buffers[rank].memory.data_ptr() for rank in range(2)]
     assert list(p.peer_base)[:2] == bases and not any(list(p.peer_base)[2:])
-    assert p.fault == backend.fault_address(1) and p.stats and p.l1_raw and not p.stub_report
+    assert p.fault == backend.fault_address(1) and p.stats and p.l1_raw and not p.report
     maps = {name: backend.maps[p.tensor_map(name)] for name in ("l1_acts", "w13", "l2_acts", "w2")}
     assert maps["l1_acts"] == (bases[1] + layout.region_offset["l1_acts"], layout.pool_rows, 256, 64, 128)
     assert maps["l2_acts"] == (bases[1] + layout.region_offset["l2_acts"], layout.pool_rows, 128, 64, 128)

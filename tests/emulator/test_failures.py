@@ -151,6 +151,22 @@ def test_device_timeouts_fire_after_the_deadlock_report(limit_s: float) -> None:
     assert "polling flag of rank 0" in text and "mbarrier.try_wait smem+0 parity 0 (phase 0, pending arrivals 1 of 1" in text
 
 
+def test_the_shorter_timeout_fires_first_even_if_it_looks_at_the_time_rarely() -> None:
+    """64 polls between two looks at the clock, as real wait loops do, against a local wait of eight times the bound."""
+    source = TIMEOUT.replace("u32*>(p.flag)) == 0)", "u32*>(p.flag)) == 0 && spin(p))").replace("> p.limit", "> p.limit * (local ? 8 : 1)").replace(
+        "MM_DEVICE void body", """
+MM_DEVICE bool spin(const Params& p) {
+    for (u32 i = 0; i < 63; ++i) if (hw::ld_acquire<Scope::kSys>(reinterpret_cast<const u32*>(p.flag))) return false;
+    return true;
+}
+MM_DEVICE void body""").replace("        hw::nap(100);\n", "        if (hw::ld_relaxed<Scope::kSys>(reinterpret_cast<u32*>(p.fault))) return;\n")
+    fault, flag = np.zeros(2, np.uint32), np.zeros(1, np.uint32)
+    run = Run()
+    run.launch(build(source), run.region(flag, name="flag"), run.region(fault, name="fault"), 5 * 10**9)
+    assert run.run().kinds() == {"deadlock"}
+    assert fault[0] > 0 and fault[1] == 0
+
+
 def test_private_memory_of_another_rank_is_foreign() -> None:
     out = np.zeros(80, np.uint32)
     run = Run(2)

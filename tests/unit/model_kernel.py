@@ -62,7 +62,7 @@ def launch(p, phase, block_m=128, damage=None):
         shape = Shape(h, i, e, k)
         plan = layout.Layout(shape, ranks, c)
         words = [*plan.offsets, abi.ABI_VERSION, abi.PARAMS_BYTES, pool, plan.total_bytes, p.smem_bytes, p.smem_bytes, 0, p.reserved[0]]
-        at(p.stub_report, torch.int64, len(words)).copy_(torch.tensor(words))
+        at(p.report, torch.int64, len(words)).copy_(torch.tensor(words))
     if index >= 1:
         counts = mine("recv_count_sum", torch.int32, local)
         meta, acts = mine("metadata", torch.int32, pool, 3), mine("l1_acts", torch.uint8, pool, h)

@@ -203,3 +203,19 @@ def test_saved_outputs_can_be_compared(tmp_path):
     same, other = judging.agreement(files[0], files[1]), judging.agreement(files[0], files[2])
     assert set(same) == {"y", "rows", "l1_acts", "l1_acts_sf", "l1_topk_weights", "l2_acts", "l2_acts_sf"}
     assert set(same.values()) == {1.0} and 0.9 < other["y"] < 1 and other["l1_acts"] == 1
+
+
+def test_a_case_judged_on_a_gpu_is_also_judged_on_the_cpu():
+    """The CPU part of it, on a case that is small: one token on some ranks, experts fetched one at a time."""
+    from megamoe_cli.inputs import make_case
+    from megamoe_cli.oracle.casedata import PhaseOutput
+    from megamoe_cli.oracle.reference import end_to_end
+    from megamoe_cli.shapes import Problem, Shape
+
+    data = make_case(Problem.make(Shape(256, 256, 8, 2), 4, (5, 0, 9, 3)), seed=2)
+    ranks = [{"y": r.y.clone()} for r in end_to_end(data)]
+    metrics: dict[str, float] = {}
+    assert judging._on_cpu(data, PhaseOutput(ranks), metrics) == [] and metrics["e2e_cpu"] == 0
+    ranks[2]["y"][8] *= 1.2
+    found = judging._on_cpu(data, PhaseOutput(ranks), metrics)
+    assert {(f.rank, f.token) for f in found} == {(2, 8)} and metrics["e2e_cpu"] > 0.1

@@ -37,6 +37,7 @@ MM_DEVICE u32 lane_idx() { return emu::thread_idx() % 32; }
 MM_DEVICE u32 warp_idx() { return emu::thread_idx() / 32; }
 MM_DEVICE u32 cluster_cta_rank() { return emu::cluster_cta_rank(); }
 MM_DEVICE u64 global_timer_ns() { return emu::global_timer_ns(); }
+MM_DEVICE u32 clock_cycles() { return static_cast<u32>(emu::global_timer_ns()); }
 MM_DEVICE u32 dynamic_smem_bytes() { return emu::dynamic_smem_bytes(); }
 MM_DEVICE void nap(u32 ns, MM_AT) { emu::nap(ns, MM_FWD); }
 MM_DEVICE void trap(MM_AT) { emu::trap(MM_FWD); }

@@ -24,14 +24,8 @@ const Table kTable;
 
 typedef float Vec8 __attribute__((vector_size(32), aligned(4)));
 
-}  // namespace
-
-const float* const kE4m3Values = kTable.value;
-
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-__attribute__((target_clones("arch=haswell", "default")))
-#endif
-void gemm_m64k32(float* acc, const float* a, const float* b, u32 n) {
+// Four rows by two vectors of accumulators stay in registers over all of k.
+inline __attribute__((always_inline)) void multiply(float* acc, const float* a, const float* b, u32 n) {
     constexpr u32 kRows = 4, kVecs = 2;
     for (u32 column = 0; column < n; column += 8 * kVecs) {
         for (u32 row = 0; row < 64; row += kRows) {
@@ -50,6 +44,25 @@ void gemm_m64k32(float* acc, const float* a, const float* b, u32 n) {
                 for (u32 j = 0; j < kVecs; ++j) *reinterpret_cast<Vec8*>(acc + (row + i) * n + column + 8 * j) = sum[i][j];
         }
     }
+}
+
+#if defined(__x86_64__)
+__attribute__((target("avx2,fma"))) void multiply_avx2(float* acc, const float* a, const float* b, u32 n) { multiply(acc, a, b, n); }
+#endif
+
+}  // namespace
+
+const float* const kE4m3Values = kTable.value;
+
+void gemm_m64k32(float* acc, const float* a, const float* b, u32 n) {
+#if defined(__x86_64__)
+    static const bool wide = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    if (wide) {
+        multiply_avx2(acc, a, b, n);
+        return;
+    }
+#endif
+    multiply(acc, a, b, n);
 }
 
 }  // namespace megamoe::emu

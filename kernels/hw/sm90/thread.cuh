@@ -46,6 +46,13 @@ MM_DEVICE u64 global_timer_ns() {
     return t;
 }
 
+// %clock (10.25): cycles of this SM, low word.
+MM_DEVICE u32 clock_cycles() {
+    u32 t;
+    asm volatile("mov.u32 %0, %%clock;" : "=r"(t)::"memory");
+    return t;
+}
+
 // %dynamic_smem_size (10.31)
 MM_DEVICE u32 dynamic_smem_bytes() {
     u32 n;
