@@ -34,6 +34,7 @@ NUM_REGIONS = len(REGIONS)
 # The enum ControlWord: index of a 32-bit word in the control region.
 CONTROL_WORDS = {
     "epoch": 0, "abort": 32, "count_barrier": 64, "list_barrier": 96, "done_barrier": 128, "fault_claim": 160,
+    "tile_counter": 192,
 }  # fmt: skip
 
 INPUT_VIEWS = ("x", "x_sf", "topk_idx", "topk_weights")
@@ -191,7 +192,7 @@ def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 # ---- shared memory of a CTA ----
 
-TILE_SLOTS = 8
+TILE_SLOTS = 4
 ROW_DEPTH = 2  # staging buffers per dispatch warp, unless the configuration says otherwise
 ROW_CHUNK_MAX = 4096  # bytes of a row staged at a time
 
@@ -218,13 +219,14 @@ def smem_plan(config: KernelConfig, shape: Shape, ranks: int, stages: int | None
         "b": depth * config.block_n * 128,
         "sfa": depth * max(config.block_m, 32) * 4,
         "amax": 2 * 2 * a_rows * 4,
-        "ring": TILE_SLOTS * 16,
-        "barriers": round_up(8 * (2 * depth + 2 * TILE_SLOTS + pulls + 1), 128),
+        "side": round_up(TILE_SLOTS * config.block_m * 12, 128),
+        "ring_and_barriers": round_up(TILE_SLOTS * 16 + 8 * (2 * depth + 2 * TILE_SLOTS + pulls + 1), 128),
         "rows": pulls * row_chunk(shape.hidden),
         "row_prefix": round_up(4 * (local * ranks + 1), 16),
         "list_base": round_up(4 * local * ranks, 16),
         "pool_base": round_up(4 * (local + 1), 16),
         "counts": round_up(4 * local, 16),
+        "active": round_up(4 * (2 * local + 1), 16),
         "send": 2 * round_up(4 * local * ranks, 16),
         "broadcast": 64,
     }

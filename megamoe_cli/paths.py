@@ -37,6 +37,25 @@ def tuning_dir() -> Path:
     return root / "tuning" if root else PACKAGE / "tuning"
 
 
+def user_tables_dir() -> Path:
+    """Per-user heuristic tables (measured on this machine by an installed copy); the folder need not exist."""
+    try:
+        import platformdirs
+    except ImportError:
+        return _xdg("XDG_DATA_HOME", ".local/share") / "tables"
+    return Path(platformdirs.user_data_dir("megamoe", appauthor=False)) / "tables"
+
+
+def table_dirs() -> list[Path]:
+    """Where tables are looked up, first match first: the user's, then those that come with the sources."""
+    return [user_tables_dir(), tuning_dir() / "tables"]
+
+
+def new_tables_dir() -> Path:
+    """Where a finished tuning run puts its table: with the sources in a checkout, else with the user's."""
+    return tuning_dir() / "tables" if checkout_root() else user_tables_dir()
+
+
 def results_dir() -> Path:
     """Default home of run records: ``results/`` of the checkout, else of the current directory."""
     return (checkout_root() or Path.cwd()) / "results"

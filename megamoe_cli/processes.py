@@ -125,7 +125,7 @@ def die_with_parent() -> None:
     if sys.platform.startswith("linux"):
         libc = ctypes.CDLL(None, use_errno=True)
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    parent = os.environ.get(PARENT)
+    parent = os.environ.pop(PARENT, None)  # what we start ourselves has us as its parent, or says so anew
     if parent and os.getppid() != int(parent):
         os._exit(143)
 

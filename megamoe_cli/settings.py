@@ -11,10 +11,13 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megamoe_cli.errors import UsageError
 from megamoe_cli.paths import user_config_file
+
+if TYPE_CHECKING:
+    from megamoe_cli.remote.targets import Target
 
 COLORS = ("auto", "always", "never")
 
@@ -128,6 +131,9 @@ class Settings:
 
     values: dict[str, Value] = field(default_factory=dict)
     files: list[Path] = field(default_factory=list)
+    # The ``remote`` tables of the files: other machines, by name (megamoe_cli/remote/targets.py).
+    remotes: dict[str, Target] = field(default_factory=dict)
+    default_remote: str = ""
 
     @classmethod
     def load(
@@ -157,6 +163,7 @@ class Settings:
             if environ.get(variable, "") != "":
                 origin = f"env {variable}"
                 loaded.values[name] = Value(_convert(name, environ[variable], origin), origin)
+        loaded.default_remote = environ.get("MEGAMOE_REMOTE") or loaded.default_remote
         return loaded
 
     def _take_file(self, path: Path, document: dict[str, Any], need_table: bool = False) -> None:
@@ -168,6 +175,13 @@ class Settings:
             raise UsageError(f"{path}: tool.megamoe must be a table")
         for raw_name, raw in table.items():
             name = raw_name.replace("-", "_")
+            if name == "remote":
+                from megamoe_cli.remote.targets import check_tables
+
+                targets, default = check_tables(raw, str(path))
+                self.remotes.update(targets)
+                self.default_remote = default or self.default_remote
+                continue
             if name not in KEYS:
                 raise UsageError(f"{path}: unknown setting {raw_name!r}{nearest(name, KEYS)}")
             self.values[name] = Value(_convert(name, raw, str(path)), str(path))

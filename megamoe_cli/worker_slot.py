@@ -21,7 +21,7 @@ class Slot:
 
     def __init__(self, index: int, log: Path) -> None:
         self.index, self.log = index, log
-        self.log_file = open(log, "ab", buffering=0)
+        self.log_file = open(log, "a+b", buffering=0)  # read back through it too: another run may prune the file
         self.tree: Tree | None = None
         self.state = "down"
         self.case: dict | None = None
@@ -131,10 +131,10 @@ class Slot:
 
     def tail(self) -> list[str]:
         """The last lines of stderr since ``mark``."""
-        with open(self.log, "rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(self._log_offset, size - (1 << 16)))
-            lines = file.read().decode(errors="replace").splitlines()
+        fd = self.log_file.fileno()
+        size = os.fstat(fd).st_size
+        start = max(self._log_offset, size - (1 << 16))
+        lines = os.pread(fd, size - start, start).decode(errors="replace").splitlines()
         return [line for line in lines if line.strip()][-STDERR_LINES:]
 
     def note(self, line: bytes) -> None:

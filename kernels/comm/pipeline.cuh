@@ -15,6 +15,12 @@ struct RingCursor {
     MM_DEVICE void advance() { bits = slot() + 1 == kDepth ? (bits & 0x100) ^ 0x100 : bits + 1; }
 };
 
+template <class C>
+MM_DEVICE Tile read_tile(u8* smem, const RingCursor<kTileSlots>& at) {
+    const Vec4 v = hw::lds_vec4(smem + SharedPlan<C>::kRing + at.slot() * kTileBytes);
+    return {v.x, v.y, v.z, v.w};
+}
+
 // Named barriers (0 is the CTA's).
 enum BarrierId : u32 { kBarDispatch = 1, kBarMath = 2, kBarWarpgroup0 = 3, kBarWarpgroup1 = 4, kBarFinish = 5 };
 
@@ -45,12 +51,12 @@ struct CtaBarriers {
     }
 };
 
-// Tile ring, consumer side: every thread of a warp reads the tile, then one lane hands the slot back.
+// Tile ring, consumer side. The slot, with the side data of the tile's rows, stays valid until the consumer
+// arrives on tile_empty.
 template <class C>
-MM_DEVICE Tile read_tile(const KernelParams& p, u8* smem, const CtaBarriers<C>& bars, RingCursor<kTileSlots>& at) {
+MM_DEVICE Tile wait_tile(const KernelParams& p, u8* smem, const CtaBarriers<C>& bars, const RingCursor<kTileSlots>& at) {
     mbarrier_wait(p, bars.tile_full(at.slot()), at.parity(), kWaitTileFull, at.slot());
-    const Vec4 v = hw::lds_vec4(smem + SharedPlan<C>::kRing + at.slot() * kTileBytes);
-    return {v.x, v.y, v.z, v.w};
+    return read_tile<C>(smem, at);
 }
 
 }  // namespace megamoe

@@ -46,6 +46,7 @@ enum ControlWord : u32 {
     kListBarrier = 96,     // CTAs whose list entries are pushed              (self-resetting)
     kDoneBarrier = 128,    // CTAs whose combine slots are written            (self-resetting)
     kFaultClaim = 160,     // 0 until one thread owns the fault record
+    kTileCounter = 192,    // tiles handed out beyond the first per CTA; + 32 for the odd bank
 };
 
 enum ParamFlags : u32 { kFastMath = 1, kHasClamp = 2 };

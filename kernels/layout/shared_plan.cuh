@@ -5,7 +5,7 @@
 
 namespace megamoe {
 
-constexpr u32 kTileSlots = 8;
+constexpr u32 kTileSlots = 4;
 constexpr u32 kRowChunkMax = 4096;   // bytes of a row staged at a time
 
 // Cumulative phases: each runs everything before it.
@@ -27,6 +27,7 @@ struct Tile {
     MM_HOST_DEVICE u32 valid() const { return head >> 8; }   // rows of this block that exist, 1..BLOCK_M
 };
 constexpr u32 kTileBytes = 16;
+constexpr u32 kSideBytesPerRow = 12;   // per row of a tile: routing weight (L1) or metadata (L2)
 
 template <class C>
 struct SharedPlan {
@@ -40,10 +41,12 @@ struct SharedPlan {
     static constexpr u32 kB = kA + C::kStages * kABytes;
     static constexpr u32 kSfa = kB + C::kStages * kBBytes;
     static constexpr u32 kAmax = kSfa + C::kStages * kSfaBytes;           // f32[2 buffers][2 warpgroups][kARows]
-    static constexpr u32 kRing = kAmax + 2 * 2 * kARows * 4;
+    static constexpr u32 kSide = kAmax + 2 * 2 * kARows * 4;              // per tile slot: what its epilogue needs of its rows
+    static constexpr u32 kSideBytes = C::kBlockM * kSideBytesPerRow;
+    static constexpr u32 kRing = kSide + (kTileSlots * kSideBytes + 127) / 128 * 128;
     static constexpr u32 kBarriers = kRing + kTileSlots * kTileBytes;
     static constexpr u32 kNumBarriers = 2 * C::kStages + 2 * kTileSlots + kNumPull + 1;
-    static constexpr u32 kRows = kBarriers + (kNumBarriers * 8 + 127) / 128 * 128;
+    static constexpr u32 kRows = (kBarriers + kNumBarriers * 8 + 127) / 128 * 128;
     static_assert(kRows % 128 == 0 && kB % 1024 == 0, "TMA and bulk copies need the alignment");
 
     static MM_HOST_DEVICE u32 row_chunk(u32 hidden) {
@@ -59,8 +62,12 @@ struct SharedPlan {
     static MM_HOST_DEVICE u32 counts(u32 hidden, u32 local, u32 ranks) {
         return pool_base(hidden, local, ranks) + static_cast<u32>(round_up(4 * (local + 1), 16));
     }
-    static MM_HOST_DEVICE u32 send(u32 hidden, u32 local, u32 ranks) {
+    // Experts that got rows, in order: their indices and row counts.
+    static MM_HOST_DEVICE u32 active(u32 hidden, u32 local, u32 ranks) {
         return counts(hidden, local, ranks) + static_cast<u32>(round_up(4 * local, 16));
+    }
+    static MM_HOST_DEVICE u32 send(u32 hidden, u32 local, u32 ranks) {
+        return active(hidden, local, ranks) + static_cast<u32>(round_up(4 * (2 * local + 1), 16));
     }
     static MM_HOST_DEVICE u32 bytes(u32 hidden, u32 local, u32 ranks) {
         return send(hidden, local, ranks) + 2 * static_cast<u32>(round_up(4 * local * ranks, 16)) + 64;

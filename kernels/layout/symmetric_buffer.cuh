@@ -66,6 +66,9 @@ MM_DEVICE u32* control_word(const KernelParams& p, ControlWord word) {
 MM_DEVICE u32* arrival_bank(const KernelParams& p, Region region, u32 bank) {
     return local_region<u32>(p, region) + bank * (p.pool_rows / kArrivalGranularity);
 }
+MM_DEVICE u32* tile_counter(const KernelParams& p, u32 bank) {
+    return local_region<u32>(p, kControl) + kTileCounter + 32 * bank;
+}
 MM_DEVICE u32* send_count_bank(const KernelParams& p, u32 epoch) {
     return local_region<u32>(p, kSendCount) + (epoch & 1) * p.num_experts;
 }

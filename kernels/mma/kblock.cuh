@@ -56,10 +56,8 @@ MM_DEVICE void quad_transpose(u32 (&w)[4], u32 quad_lane) {
 
 // Largest of a value over the four lanes of a row; NaN counts as nothing.
 MM_DEVICE f32 quad_max(f32 v) {
-    f32 other = hw::shfl_xor_f32(v, 1);
-    v = other > v ? other : v;
-    other = hw::shfl_xor_f32(v, 2);
-    return other > v ? other : v;
+    v = hw::max_f32(v, hw::shfl_xor_f32(v, 1));
+    return hw::max_f32(v, hw::shfl_xor_f32(v, 2));
 }
 
 }  // namespace megamoe

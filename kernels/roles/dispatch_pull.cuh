@@ -11,12 +11,16 @@ namespace megamoe {
 template <class C>
 struct ExpertTables {
     u32 *row_prefix, *list_base, *pool_base, *counts;
+    u32 *active, *active_rows, *num_active;   // experts with rows
     MM_DEVICE ExpertTables(const KernelParams& p, u8* smem) {
         const u32 local = local_experts(p);
         row_prefix = reinterpret_cast<u32*>(smem + SharedPlan<C>::row_prefix(p.hidden));
         list_base = reinterpret_cast<u32*>(smem + SharedPlan<C>::list_base(p.hidden, local, p.num_ranks));
         pool_base = reinterpret_cast<u32*>(smem + SharedPlan<C>::pool_base(p.hidden, local, p.num_ranks));
         counts = reinterpret_cast<u32*>(smem + SharedPlan<C>::counts(p.hidden, local, p.num_ranks));
+        active = reinterpret_cast<u32*>(smem + SharedPlan<C>::active(p.hidden, local, p.num_ranks));
+        active_rows = active + local;
+        num_active = active_rows + local;
     }
 };
 
@@ -63,8 +67,19 @@ struct DispatchPull {
             for (u32 e = lane; e < local; e += 32)
                 hw::sts_u32(tables.counts + e, hw::lds_u32(tables.row_prefix + (e + 1) * ranks) - hw::lds_u32(tables.row_prefix + e * ranks));
             hw::warp_sync();
-            const u32 rows = warp_prefix(tables.counts, tables.pool_base, local, kTokenAlignment);
-            if (lane == 0) hw::sts_u32(tables.pool_base + local, rows);
+            warp_prefix(tables.counts, tables.pool_base, local, kTokenAlignment);
+            u32 active = 0;
+            for (u32 base = 0; base < local; base += 32) {
+                const u32 e = base + lane, rows = e < local ? hw::lds_u32(tables.counts + e) : 0;
+                const u32 with_rows = hw::ballot(rows != 0);
+                if (rows != 0) {
+                    const u32 at = active + hw::popcount(with_rows & ((1u << lane) - 1));
+                    hw::sts_u32(tables.active + at, e);
+                    hw::sts_u32(tables.active_rows + at, rows);
+                }
+                active += hw::popcount(with_rows);
+            }
+            if (lane == 0) hw::sts_u32(tables.num_active, active);
             hw::warp_sync();
         }
         sync();
@@ -107,18 +122,35 @@ struct DispatchPull {
         return {hw::shfl(mine.source, from), hw::shfl(mine.token_slot, from), hw::shfl(mine.pool_row, from)};
     }
 
-    // Scales, routing weight and metadata of a row, by the whole warp.
-    MM_DEVICE void copy_side_data(const Row& r) const {
-        const u32 groups = p.hidden / 128;
-        const f32* from = peer_region<f32>(p, r.source, kXSf) + static_cast<u64>(r.token()) * groups;
-        f32* to = local_region<f32>(p, kL1ActsSf) + r.pool_row;
+    // Scales, routing weights and metadata of the batch's rows, by the whole warp: many loads in flight.
+    MM_DEVICE void copy_side_data(const Row& mine, u32 rows) const {
+        const u32 groups = p.hidden / 128, items = rows * groups;
+        f32* to = local_region<f32>(p, kL1ActsSf);
 #pragma unroll 1
-        for (u32 g = lane; g < groups; g += 32) hw::st_f32(to + static_cast<u64>(g) * p.pool_rows, hw::ld_f32(from + g));
-        if (lane == 0)
-            hw::st_f32(local_region<f32>(p, kL1TopkWeights) + r.pool_row, hw::ld_f32(peer_region<f32>(p, r.source, kTopkWeights) + r.token() * p.topk + r.slot()));
-        if (lane < 3) {
-            const u32 word = lane == 0 ? r.source : lane == 1 ? r.token() : r.slot();
-            hw::st_u32(local_region<u32>(p, kMetadata) + static_cast<u64>(r.pool_row) * 3 + lane, word);
+        for (u32 base = 0; base < items; base += 32 * kSideUnroll) {
+            f32 value[kSideUnroll];
+            f32* out[kSideUnroll];
+#pragma unroll
+            for (u32 i = 0; i < kSideUnroll; ++i) {
+                const u32 item = base + 32 * i + lane, row = item / groups, group = item - row * groups;
+                const Row r = broadcast(mine, row < rows ? row : 0);
+                out[i] = nullptr;
+                if (row < rows) {
+                    value[i] = hw::ld_f32(peer_region<f32>(p, r.source, kXSf) + static_cast<u64>(r.token()) * groups + group);
+                    out[i] = to + static_cast<u64>(group) * p.pool_rows + r.pool_row;
+                }
+            }
+#pragma unroll
+            for (u32 i = 0; i < kSideUnroll; ++i)
+                if (out[i] != nullptr) hw::st_f32(out[i], value[i]);
+        }
+        if (lane < rows) {
+            const f32 weight = hw::ld_f32(peer_region<f32>(p, mine.source, kTopkWeights) + mine.token() * p.topk + mine.slot());
+            hw::st_f32(local_region<f32>(p, kL1TopkWeights) + mine.pool_row, weight);
+            u32* meta = local_region<u32>(p, kMetadata) + static_cast<u64>(mine.pool_row) * 3;
+            hw::st_u32(meta, mine.source);
+            hw::st_u32(meta + 1, mine.token());
+            hw::st_u32(meta + 2, mine.slot());
         }
     }
 
@@ -128,39 +160,65 @@ struct DispatchPull {
         return left < chunk_bytes ? left : chunk_bytes;
     }
 
-    // The warp takes every step-th row. Lanes locate 32 rows at once; their chunks then go through the
-    // staging buffers, loads kRowDepth - 1 chunks ahead of stores.
+    // The warp takes every step-th row, 32 at a time: lanes locate them together, the first chunks are under
+    // way while the side data is copied, then chunks go through the staging buffers. A row is published when
+    // the store after its last one has been issued and it alone is known complete: stores overlap.
     MM_DEVICE void pull() const {
         const u32 total = hw::lds_u32(tables.row_prefix + local_experts(p) * p.num_ranks);
         const u32 chunk_bytes = SharedPlan<C>::row_chunk(p.hidden), chunks = ceil_div(p.hidden, chunk_bytes);
         const u32 step = hw::num_ctas() * C::kDispatchWarps;
-        u32 issued = 0, in_flight = 0;   // chunks so far: buffers and barrier phases follow from the count
+        u32 issued = 0;   // chunks of earlier batches: buffers and barrier phases follow from the count
 #pragma unroll 1
         for (u32 base = hw::cta_idx() * C::kDispatchWarps + warp; base < total; base += 32 * step) {
             const u32 left = ceil_div(total - base, step), rows = left < 32 ? left : 32;
             Row mine{};
             if (lane < rows) mine = locate(base + lane * step);
             ChunkCursor load, store;
+            u32 loads = 0;
+#pragma unroll 1
+            for (; loads < C::kRowDepth && load.row < rows; ++loads) {
+                const Row row = broadcast(mine, load.row);
+                if (lane == 0) start_load(row, load.chunk, chunk_bytes, issued + loads);
+                load.advance(chunks);
+            }
+            copy_side_data(mine, rows);
+            hw::warp_sync();   // the side data of all lanes, before lane 0 publishes rows
+            u32 stores = 0;
+            u32 unpublished = kNoRow;
 #pragma unroll 1
             while (store.row < rows) {
-                if (load.row < rows) {
-                    const Row row = broadcast(mine, load.row);
-                    if (lane == 0) start_load(row, load.chunk, chunk_bytes, issued);
-                    load.advance(chunks);
-                    ++issued;
-                    if (++in_flight < C::kRowDepth && load.row < rows) continue;
-                }
                 const Row row = broadcast(mine, store.row);
-                if (store.chunk == 0) copy_side_data(row);
-                if (lane == 0) finish_chunk(row, store.chunk, chunk_bytes, issued - in_flight);
-                --in_flight;
-                if (store.chunk + 1 == chunks) {
-                    hw::warp_sync();   // the side data of all lanes, before lane 0 publishes the row
-                    if (lane == 0) hw::red_add_release<Scope::kGpu>(arrival_bank(p, kL1Arrival, epoch & 1) + row.pool_row / C::kBlockM, 1);
+                if (lane == 0) {
+                    store_chunk(row, store.chunk, chunk_bytes, issued + stores);
+                    if (unpublished != kNoRow) {
+                        hw::bulk_wait<1>();
+                        publish(unpublished);
+                    }
                 }
+                unpublished = store.chunk + 1 == chunks ? row.pool_row : kNoRow;
                 store.advance(chunks);
+                ++stores;
+                if (load.row < rows) {
+                    const Row next = broadcast(mine, load.row);
+                    if (lane == 0) {
+                        hw::bulk_wait_read<0>();   // the buffer that the store just read is the next load's
+                        start_load(next, load.chunk, chunk_bytes, issued + loads);
+                    }
+                    load.advance(chunks);
+                    ++loads;
+                }
             }
+            if (lane == 0) {
+                hw::bulk_wait<0>();
+                publish(unpublished);
+            }
+            issued += stores;
         }
+    }
+    static constexpr u32 kNoRow = ~0u, kSideUnroll = 4;
+
+    MM_DEVICE void publish(u32 pool_row) const {
+        hw::red_add_release<Scope::kGpu>(arrival_bank(p, kL1Arrival, epoch & 1) + pool_row / C::kBlockM, 1);
     }
     // Row of the batch and chunk of the row.
     struct ChunkCursor {
@@ -184,12 +242,11 @@ struct DispatchPull {
         hw::bulk_load(staging(n, chunk_bytes),
                       peer_region<u8>(p, row.source, kX) + static_cast<u64>(row.token()) * p.hidden + offset, bytes, loaded(n));
     }
-    MM_DEVICE void finish_chunk(const Row& row, u32 chunk, u32 chunk_bytes, u32 n) const {
+    MM_DEVICE void store_chunk(const Row& row, u32 chunk, u32 chunk_bytes, u32 n) const {
         mbarrier_wait(p, loaded(n), n / C::kRowDepth % 2, kWaitPull, row.pool_row);
         hw::bulk_store(local_region<u8>(p, kL1Acts) + static_cast<u64>(row.pool_row) * p.hidden + chunk * chunk_bytes,
                        staging(n, chunk_bytes), chunk_size(chunk, chunk_bytes));
         hw::bulk_commit();
-        hw::bulk_wait<0>();   // the bytes are in the pool, and the staging buffer is free
     }
 
     // The other bank was used by the launch before this one; nobody reads it now.
@@ -203,6 +260,7 @@ struct DispatchPull {
             hw::st_u32(l1 + i, 0);
             hw::st_u32(l2 + i, 0);
         }
+        if (first == 0) hw::st_u32(tile_counter(p, (epoch + 1) & 1), 0);
         u32* sent = send_count_bank(p, epoch + 1);
         for (u32 e = first; e < p.num_experts; e += step) hw::st_u32(sent + e, 0);
     }

@@ -51,24 +51,34 @@ struct DispatchSend {
     MM_DEVICE u32 first() const { return hw::cta_idx() * kThreads + thread; }
     MM_DEVICE u32 stride() const { return p.dispatch_ctas * kThreads; }
 
-    // The expert of entry i, or E when masked or out of range (the latter leaves a fault record).
-    MM_DEVICE u32 expert_of(u32 i, bool report) const {
-        const i64 id = hw::ld_i64(local_region<i64>(p, kTopkIdx) + i);
-        if (id >= 0 && id < static_cast<i64>(p.num_experts)) return static_cast<u32>(id);
-        if (id != -1 && report) record_fault(p, kBadExpertId, {kWaitNone, i, static_cast<u32>(id), p.num_experts}, 0);
-        return p.num_experts;
+    // `take(i, expert)` for this thread's entries that name an expert; several loads are in flight at once.
+    template <class Take>
+    MM_DEVICE void each_entry(bool report, const Take& take) const {
+        const u32 entries = p.num_tokens * p.topk;
+#pragma unroll 1
+        for (u32 base = first(); base < entries; base += kIdUnroll * stride()) {
+            i64 id[kIdUnroll];
+#pragma unroll
+            for (u32 j = 0; j < kIdUnroll; ++j) {
+                const u32 i = base + j * stride();
+                id[j] = i < entries ? hw::ld_i64(local_region<i64>(p, kTopkIdx) + i) : -1;
+            }
+#pragma unroll
+            for (u32 j = 0; j < kIdUnroll; ++j) {
+                const u32 i = base + j * stride();
+                if (id[j] >= 0 && id[j] < static_cast<i64>(p.num_experts)) take(i, static_cast<u32>(id[j]));
+                else if (id[j] != -1 && report)
+                    record_fault(p, kBadExpertId, {kWaitNone, i, static_cast<u32>(id[j]), p.num_experts}, 0);
+            }
+        }
     }
+    static constexpr u32 kIdUnroll = 4;
 
     MM_DEVICE void count() const {
 #pragma unroll 1
         for (u32 e = thread; e < p.num_experts; e += kThreads) hw::sts_u32(histogram + e, 0);
         sync();
-        const u32 entries = p.num_tokens * p.topk;
-#pragma unroll 1
-        for (u32 i = first(); i < entries; i += stride()) {
-            const u32 e = expert_of(i, true);
-            if (e < p.num_experts) hw::atom_add_relaxed<Scope::kCta>(histogram + e, 1);
-        }
+        each_entry(true, [this](u32, u32 e) { hw::atom_add_relaxed<Scope::kCta>(histogram + e, 1); });
         sync();
     }
 
@@ -120,14 +130,10 @@ struct DispatchSend {
             hw::sts_u32(histogram + e, hw::lds_u32(histogram + e) + start);
         }
         sync();
-        const u32 entries = p.num_tokens * p.topk;
-#pragma unroll 1
-        for (u32 i = first(); i < entries; i += stride()) {
-            const u32 e = expert_of(i, false);
-            if (e == p.num_experts) continue;
+        each_entry(false, [this, local](u32 i, u32 e) {
             const u32 at = hw::atom_add_relaxed<Scope::kCta>(histogram + e, 1);
             hw::st_u32(peer_region<u32>(p, e / local, kRecvList) + p.rank * (p.capacity * p.topk) + at, i);
-        }
+        });
         sync();
     }
 

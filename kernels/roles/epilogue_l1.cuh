@@ -7,15 +7,11 @@
 
 namespace megamoe {
 
-// Comparisons, not fminf/fmaxf: NaN must stay NaN.
-MM_DEVICE f32 clamp_above(f32 v, f32 limit) { return v > limit ? limit : v; }
-MM_DEVICE f32 clamp_below(f32 v, f32 limit) { return v < limit ? limit : v; }
-
-MM_DEVICE f32 silu(f32 g, bool fast) {
+MM_DEVICE f32 silu_fast(f32 g) {
     constexpr f32 kLog2e = 1.4426950408889634f;
-    if (fast) return g * hw::rcp_approx(1.0f + hw::exp2_approx(-g * kLog2e));
-    return hw::div_exact(g, 1.0f + hw::exp_exact(-g));
+    return g * hw::rcp_approx(1.0f + hw::exp2_approx(-g * kLog2e));
 }
+MM_DEVICE f32 silu_exact(f32 g) { return hw::div_exact(g, 1.0f + hw::exp_exact(-g)); }
 
 template <class C>
 struct EpilogueL1 {
@@ -44,19 +40,26 @@ struct EpilogueL1 {
             }
     }
 
-    // Activations replace the gate's accumulators: pair j of row half `h` is acc[8j + 2h], acc[8j + 2h + 1].
-    MM_DEVICE void activate(f32 (&acc)[64], f32 weight_lo, f32 weight_hi) const {
-        const bool fast = p.flags & kFastMath, clamped = p.flags & kHasClamp;
+    // Gates at acc[8j + 0..3], ups at acc[8j + 4..7]: rows row, row, row + 8, row + 8 each. Branches stay outside
+    // the unrolled loops: inside, both sides of each would be instructions to fetch.
+    MM_DEVICE void clamp(f32 (&acc)[64]) const {
 #pragma unroll
         for (u32 j = 0; j < 8; ++j)
 #pragma unroll
             for (u32 i = 0; i < 4; ++i) {
-                f32 g = acc[8 * j + i], u = acc[8 * j + 4 + i];
-                if (clamped) {
-                    g = clamp_above(g, p.clamp);
-                    u = clamp_below(clamp_above(u, p.clamp), -p.clamp);
-                }
-                acc[8 * j + i] = silu(g, fast) * u * (i < 2 ? weight_lo : weight_hi);
+                acc[8 * j + i] = hw::min_nan(acc[8 * j + i], p.clamp);
+                acc[8 * j + 4 + i] = hw::max_nan(hw::min_nan(acc[8 * j + 4 + i], p.clamp), -p.clamp);
+            }
+    }
+    // Activations replace the gates.
+    template <bool kFast>
+    MM_DEVICE void activate(f32 (&acc)[64], f32 weight_lo, f32 weight_hi) const {
+#pragma unroll
+        for (u32 j = 0; j < 8; ++j)
+#pragma unroll
+            for (u32 i = 0; i < 4; ++i) {
+                const f32 g = acc[8 * j + i], u = acc[8 * j + 4 + i];
+                acc[8 * j + i] = (kFast ? silu_fast(g) : silu_exact(g)) * (u * (i < 2 ? weight_lo : weight_hi));
             }
     }
 
@@ -65,10 +68,7 @@ struct EpilogueL1 {
 #pragma unroll
         for (u32 j = 0; j < 8; ++j)
 #pragma unroll
-            for (u32 i = 0; i < 2; ++i) {
-                const f32 v = acc[8 * j + 2 * half + i], a = v < 0.0f ? -v : v;
-                amax = a > amax ? a : amax;
-            }
+            for (u32 i = 0; i < 2; ++i) amax = hw::max_f32(amax, hw::abs_f32(acc[8 * j + 2 * half + i]));
         return quad_max(amax);
     }
 
@@ -88,21 +88,25 @@ struct EpilogueL1 {
                           hw::byte_perm(words[0], words[1], 0x7632), hw::byte_perm(words[2], words[3], 0x7632)});
     }
 
-    // Two maxima buffers in turn, so one barrier a tile is enough.
-    MM_DEVICE void run(u8* smem, f32 (&acc)[kSubTiles][64]) const {
+    // Two maxima buffers in turn, so one barrier a tile is enough. Rows past the block's end are computed too
+    // (on whatever lies there) and not stored.
+    MM_DEVICE void run(u8* smem, const u8* side, f32 (&acc)[kSubTiles][64]) const {
         using Plan = SharedPlan<C>;
         f32* amax = reinterpret_cast<f32*>(smem + Plan::kAmax) + tile.maxima_buffer() * 2 * Plan::kARows;
-        const f32* weights = local_region<f32>(p, kL1TopkWeights) + tile.row0;
+        const f32* weights = reinterpret_cast<const f32*>(side);
+        const bool second = kSubTiles > 1 && tile.valid() > 64;
         f32 own[kSubTiles][2];
         if constexpr (C::kPhase == Phase::kL1) {
             if (p.l1_raw) dump_raw(acc);
         }
 #pragma unroll
         for (u32 s = 0; s < kSubTiles; ++s) {
+            if (s > 0 && !second) break;
             const u32 row = s * 64 + me.fragment.row;
-            const f32 lo = row < tile.valid() ? hw::ld_f32(weights + row) : 0.0f;
-            const f32 hi = row + 8 < tile.valid() ? hw::ld_f32(weights + row + 8) : 0.0f;
-            activate(acc[s], lo, hi);
+            const f32 lo = C::kBlockM >= 64 || row < C::kBlockM ? hw::lds_f32(weights + row) : 0.0f;
+            const f32 hi = C::kBlockM >= 64 || row + 8 < C::kBlockM ? hw::lds_f32(weights + row + 8) : 0.0f;
+            if (p.flags & kHasClamp) clamp(acc[s]);
+            if (p.flags & kFastMath) activate<true>(acc[s], lo, hi); else activate<false>(acc[s], lo, hi);
 #pragma unroll
             for (u32 half = 0; half < 2; ++half) {
                 own[s][half] = row_amax(acc[s], half);
@@ -112,17 +116,17 @@ struct EpilogueL1 {
         MathThread<C>::sync_math();
         f32* scales = local_region<f32>(p, kL2ActsSf) + static_cast<u64>(tile.n) * p.pool_rows + tile.row0;
 #pragma unroll
-        for (u32 s = 0; s < kSubTiles; ++s)
+        for (u32 s = 0; s < kSubTiles; ++s) {
+            if (s > 0 && !second) break;
 #pragma unroll
             for (u32 half = 0; half < 2; ++half) {
                 const u32 row = s * 64 + me.fragment.row + 8 * half;
                 const f32 other = hw::lds_f32(amax + (me.warpgroup ^ 1) * Plan::kARows + row);
-                f32 top = other > own[s][half] ? other : own[s][half];
-                top = top > kAmaxFloor ? top : kAmaxFloor;
+                const f32 top = hw::max_f32(hw::max_f32(other, own[s][half]), kAmaxFloor);
                 store_row(acc[s], half, row, hw::div_exact(kE4m3Max, top));
-                if (me.warpgroup == 0 && me.quad_lane() == 0 && row < tile.valid())
-                    hw::st_f32(scales + row, top * (1.0f / kE4m3Max));
+                if (me.warpgroup == 0 && me.quad_lane() == 0 && row < tile.valid()) hw::st_f32(scales + row, top * (1.0f / kE4m3Max));
             }
+        }
         me.sync_warpgroup();
         if (me.thread == 0) hw::red_add_release<Scope::kGpu>(arrival_bank(p, kL2Arrival, tile.bank()) + tile.row0 / C::kBlockM, 1);
     }

@@ -13,10 +13,10 @@ struct EpilogueL2 {
     const MathThread<C>& me;
 
     // Address of the row's columns of this warpgroup, or null for rows past the block's end.
-    MM_DEVICE u8* destination(u32 row) const {
+    MM_DEVICE u8* destination(const u8* side, u32 row) const {
         if (row >= tile.valid()) return nullptr;
-        const u32* meta = local_region<u32>(p, kMetadata) + static_cast<u64>(tile.row0 + row) * 3;
-        const u32 source = hw::ld_u32(meta), token = hw::ld_u32(meta + 1), slot = hw::ld_u32(meta + 2);
+        const u32* meta = reinterpret_cast<const u32*>(side) + row * 3;
+        const u32 source = hw::lds_u32(meta), token = hw::lds_u32(meta + 1), slot = hw::lds_u32(meta + 2);
         const u64 element = (static_cast<u64>(slot) * p.capacity + token) * p.hidden + tile.n * C::kBlockN + me.warpgroup * 128;
         return peer_region<u8>(p, source, kCombine) + element * 2;
     }
@@ -36,15 +36,15 @@ struct EpilogueL2 {
         }
     }
 
-    MM_DEVICE void run(const f32 (&acc)[kSubTiles][64]) const {
+    MM_DEVICE void run(const u8* side, const f32 (&acc)[kSubTiles][64]) const {
         const u32 first = tile.n * C::kBlockN + me.warpgroup * 128;
         const u32 columns = first >= p.hidden ? 0 : p.hidden - first;   // the last tile may overhang H
 #pragma unroll
         for (u32 s = 0; s < kSubTiles; ++s) {
             if (s * 64 >= tile.valid()) break;
             const u32 row = s * 64 + me.fragment.row;
-            u8* lo = destination(row);
-            u8* hi = destination(row + 8);
+            u8* lo = destination(side, row);
+            u8* hi = destination(side, row + 8);
             store_row(acc[s], 0, lo, columns);
             store_row(acc[s], 1, hi, columns);
         }

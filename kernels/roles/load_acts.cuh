@@ -12,9 +12,7 @@ MM_DEVICE void load_acts(const KernelParams& p, u8* smem, const CtaBarriers<C>& 
     RingCursor<kTileSlots> ring;
     RingCursor<C::kStages> stage;
     while (true) {
-        const Tile tile = read_tile<C>(p, smem, bars, ring);
-        hw::mbarrier_arrive(bars.tile_empty(ring.slot()));
-        ring.advance();
+        const Tile tile = wait_tile<C>(p, smem, bars, ring);
         if (tile.kind() == kTileEnd) break;
 
         const bool l1 = tile.kind() == kTileL1;
@@ -25,19 +23,26 @@ MM_DEVICE void load_acts(const KernelParams& p, u8* smem, const CtaBarriers<C>& 
         hw::fence_proxy_async();   // the rows or scales were written by ordinary stores; TMA reads them
 
         const TensorMap* map = l1 ? &p.l1_acts : &p.l2_acts;
+        // What the epilogue needs of each row comes with the first K-block, into the tile's slot.
+        u8* side = smem + Plan::kSide + ring.slot() * Plan::kSideBytes;
+        const u8* side_from = l1 ? local_region<u8>(p, kL1TopkWeights) + tile.row0 * 4ull : local_region<u8>(p, kMetadata) + tile.row0 * 12ull;
+        const u32 side_bytes = C::kBlockM * (l1 ? 4 : 12);
         const f32* scales = local_region<f32>(p, l1 ? kL1ActsSf : kL2ActsSf) + tile.row0;
         const u32 num_k = (l1 ? p.hidden : p.intermediate) / 128;
         const u32 boxes = ceil_div(tile.valid(), kBoxRows);   // rows past the last box stay unread
         for (u32 k = 0; k < num_k; ++k) {
             mbarrier_wait(p, bars.stage_empty(stage.slot()), stage.parity() ^ 1, kWaitStageEmpty, stage.slot());
             u64* full = bars.stage_full(stage.slot());
-            hw::mbarrier_arrive_expect_tx(full, boxes * kBoxRows * 128 + C::kBlockM * 4);
+            hw::mbarrier_arrive_expect_tx(full, boxes * kBoxRows * 128 + C::kBlockM * 4 + (k == 0 ? side_bytes : 0));
+            if (k == 0) hw::bulk_load(side, side_from, side_bytes, full);
             u8* a = smem + Plan::kA + stage.slot() * Plan::kABytes;
             for (u32 b = 0; b < boxes; ++b)
                 hw::tma_load_2d(a + b * kBoxRows * 128, map, full, static_cast<i32>(k * 128), static_cast<i32>(tile.row0 + b * kBoxRows));
             hw::bulk_load(smem + Plan::kSfa + stage.slot() * Plan::kSfaBytes, scales + static_cast<u64>(k) * p.pool_rows, C::kBlockM * 4, full);
             stage.advance();
         }
+        hw::mbarrier_arrive(bars.tile_empty(ring.slot()));
+        ring.advance();
     }
 }
 

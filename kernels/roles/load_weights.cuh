@@ -12,9 +12,9 @@ struct SharedWords {
 };
 
 template <class C>
-MM_DEVICE StreamShape stream_shape(const KernelParams& p) {
+MM_DEVICE StreamShape stream_shape(const KernelParams& p, const ExpertTables<C>& tables) {
     StreamShape s;
-    s.local_experts = local_experts(p);
+    s.experts = hw::lds_u32(tables.num_active);
     s.block_m = C::kBlockM;
     s.unit_blocks = p.unit_blocks;
     s.lag = p.lag;
@@ -28,17 +28,21 @@ MM_DEVICE void load_weights(const KernelParams& p, u8* smem, const CtaBarriers<C
     using Plan = SharedPlan<C>;
     mbarrier_wait(p, bars.tables(), 0, kWaitTables, 0);
     const ExpertTables<C> tables(p, smem);
-    TileStream<SharedWords, SharedWords> stream(stream_shape<C>(p), SharedWords{tables.counts}, SharedWords{tables.pool_base});
+    TileStream<SharedWords, SharedWords, SharedWords> stream(stream_shape<C>(p, tables), SharedWords{tables.active_rows},
+                                                             SharedWords{tables.active}, SharedWords{tables.pool_base});
     RingCursor<kTileSlots> ring;
     RingCursor<C::kStages> stage;
-    u32 l1_tiles = 0;
-    bool more = stream.skip(hw::cta_idx());
+    u32 l1_tiles = 0, at = hw::cta_idx();
+    bool more = stream.skip(at);
     while (true) {
         Tile tile{kTileEnd, 0, 0, 0};
+        u32 next = 0;
         if (more) {
             tile = stream.current(epoch & 1);
             tile.set_maxima_buffer(l1_tiles & 1);
             l1_tiles += tile.kind() == kTileL1;
+            // Asked for now, needed after this tile's loads: the answer's latency is hidden.
+            next = hw::num_ctas() + hw::atom_add_relaxed<Scope::kGpu>(tile_counter(p, epoch & 1), 1);
         }
         mbarrier_wait(p, bars.tile_empty(ring.slot()), ring.parity() ^ 1, kWaitTileEmpty, ring.slot());
         hw::sts_vec4(smem + Plan::kRing + ring.slot() * kTileBytes, {tile.head, tile.expert, tile.n, tile.row0});
@@ -58,7 +62,8 @@ MM_DEVICE void load_weights(const KernelParams& p, u8* smem, const CtaBarriers<C
             hw::tma_load_2d(smem + Plan::kB + stage.slot() * Plan::kBBytes, map, full, static_cast<i32>(k * 128), row);
             stage.advance();
         }
-        more = stream.skip(hw::num_ctas());
+        more = stream.skip(next - at);
+        at = next;
     }
 }
 

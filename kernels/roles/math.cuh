@@ -17,24 +17,28 @@ MM_DEVICE void math_role(const KernelParams& p, u8* smem, const CtaBarriers<C>& 
         RingCursor<kTileSlots> ring;
         RingCursor<C::kStages> stage;
         while (true) {
-            const Tile tile = read_tile<C>(p, smem, bars, ring);
-            trace.lap(kTraceTileWait);
+            f32 acc[MathThread<C>::kSubTiles][64];
+            {
+                const Tile tile = wait_tile<C>(p, smem, bars, ring);
+                trace.lap(kTraceTileWait);
+                if (tile.kind() == kTileEnd) break;
+                main_loop<C>(p, smem, bars, tile, this_math_thread<C>(), stage, acc, trace);
+            }
+            trace.lap(kTraceMain);
+            trace.add(kTraceTiles, 1);
+            const Tile tile = read_tile<C>(smem, ring);   // again, rather than in registers through the main loop
+            const u8* side = smem + SharedPlan<C>::kSide + ring.slot() * SharedPlan<C>::kSideBytes;
+            const MathThread<C> me = this_math_thread<C>();
+            if (tile.kind() == kTileL1) {
+                EpilogueL1<C>{p, tile, me}.run(smem, side, acc);
+                trace.lap(kTraceEpilogueL1);
+            } else {
+                EpilogueL2<C>{p, tile, me}.run(side, acc);
+                trace.lap(kTraceEpilogueL2);
+            }
             hw::warp_sync();
             if (hw::lane_idx() == 0) hw::mbarrier_arrive(bars.tile_empty(ring.slot()));
             ring.advance();
-            if (tile.kind() == kTileEnd) break;
-            f32 acc[MathThread<C>::kSubTiles][64];
-            main_loop<C>(p, smem, bars, tile, this_math_thread<C>(), stage, acc, trace);
-            trace.lap(kTraceMain);
-            trace.add(kTraceTiles, 1);
-            const MathThread<C> me = this_math_thread<C>();
-            if (tile.kind() == kTileL1) {
-                EpilogueL1<C>{p, tile, me}.run(smem, acc);
-                trace.lap(kTraceEpilogueL1);
-            } else {
-                EpilogueL2<C>{p, tile, me}.run(acc);
-                trace.lap(kTraceEpilogueL2);
-            }
         }
     }
     const bool complete = finish_and_wait<C>(p, smem, math_thread);

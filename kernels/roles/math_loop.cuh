@@ -47,9 +47,9 @@ MM_DEVICE void main_loop(const KernelParams& p, u8* smem, const CtaBarriers<C>& 
     constexpr u32 kSubTiles = MathThread<C>::kSubTiles;
     const u32 num_k = (tile.kind() == kTileL1 ? p.hidden : p.intermediate) / 128;
     const ColumnScales scales = column_scales<C>(p, tile, me.warpgroup);
-    const u64 desc_a = hw::smem_descriptor(smem + Plan::kA);
-    const u64 desc_b = hw::smem_descriptor(smem + Plan::kB + me.warpgroup * 128 * 128);
     const bool second = kSubTiles > 1 && tile.valid() > 64;   // rows 64.. exist: otherwise skip their half
+    const u8* sfa_rows = smem + Plan::kSfa + me.fragment.row * 4;
+    const u32 b_offset = Plan::kB + me.warpgroup * 128 * 128;
 
 #pragma unroll
     for (u32 s = 0; s < kSubTiles; ++s)
@@ -58,27 +58,32 @@ MM_DEVICE void main_loop(const KernelParams& p, u8* smem, const CtaBarriers<C>& 
 
     f32 scratch[64];
     f32 next_even = hw::ld_nc_f32(scales.even), next_odd = hw::ld_nc_f32(scales.odd);
+#pragma unroll 1
     for (u32 k = 0; k < num_k; ++k) {
         const f32 even = next_even, odd = next_odd;
         if (k + 1 < num_k) {
             next_even = hw::ld_nc_f32(scales.even + k + 1);
             next_odd = hw::ld_nc_f32(scales.odd + k + 1);
         }
+        // Everything that does not need the data comes before the wait.
+        const u32 slot = hw::uniform(stage.slot());
+        const u64 desc_a = hw::smem_descriptor(smem + Plan::kA + slot * Plan::kABytes);
+        const u64 desc_b = hw::smem_descriptor(smem + b_offset + slot * Plan::kBBytes);
+        const f32* sfa = reinterpret_cast<const f32*>(sfa_rows + slot * Plan::kSfaBytes);
         trace.lap(kTraceMain);
-        mbarrier_wait(p, bars.stage_full(stage.slot()), stage.parity(), kWaitStageFull, stage.slot());
+        mbarrier_wait(p, bars.stage_full(slot), stage.parity(), kWaitStageFull, slot);
         trace.lap(kTraceStageWait);
-        const f32* sfa = reinterpret_cast<const f32*>(smem + Plan::kSfa + stage.slot() * Plan::kSfaBytes);
 #pragma unroll
         for (u32 s = 0; s < kSubTiles; ++s) {
             if (s > 0 && !second) break;
+            issue_kblock(scratch, desc_a + s * 64 * 128 / 16, desc_b);
             const u32 row = s * 64 + me.fragment.row;
-            const f32 lo = C::kBlockM >= 64 || row < C::kBlockM ? hw::lds_f32(sfa + row) : 0.0f;
-            const f32 hi = C::kBlockM >= 64 || row + 8 < C::kBlockM ? hw::lds_f32(sfa + row + 8) : 0.0f;
-            issue_kblock(scratch, desc_a + (stage.slot() * Plan::kABytes + s * 64 * 128) / 16, desc_b + stage.slot() * Plan::kBBytes / 16);
+            const f32 lo = C::kBlockM >= 64 || row < C::kBlockM ? hw::lds_f32(sfa + s * 64) : 0.0f;
+            const f32 hi = C::kBlockM >= 64 || row + 8 < C::kBlockM ? hw::lds_f32(sfa + s * 64 + 8) : 0.0f;
             hw::wgmma_wait<0>(scratch);
             if (s + 1 == kSubTiles || !second) {   // the stage has been read for the last time
                 hw::warp_sync();
-                if (me.lane() == 0) hw::mbarrier_arrive(bars.stage_empty(stage.slot()));
+                if (me.lane() == 0) hw::mbarrier_arrive(bars.stage_empty(slot));
             }
             promote(acc[s], scratch, lo, hi, even, odd);
         }

@@ -45,7 +45,7 @@ def _folder(nbytes: int) -> str:
     """A private folder with room for ``nbytes``: in memory where there is enough (containers often allow 64 MiB)."""
     room = nbytes * 5 // 4 + (1 << 20)
     base = SHARED if SHARED.is_dir() and os.access(SHARED, os.W_OK) and shutil.disk_usage(SHARED).free > room else None
-    return tempfile.mkdtemp(prefix="megamoe-results-", dir=base)
+    return tempfile.mkdtemp(prefix=f"megamoe-results-{os.getpid()}-", dir=base)
 
 
 def _tensors(value: Any) -> list[Any]:

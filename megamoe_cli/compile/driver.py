@@ -13,7 +13,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from megamoe_cli.compile import emu_build, nvrtc
+from megamoe_cli.compile import emu_build, nvrtc, prebuilt
 from megamoe_cli.compile.artifact import BuiltKernel, provenance
 from megamoe_cli.compile.cache import BuildCache, Entry, key_of
 from megamoe_cli.compile.entry import KERNEL_NAME, check_phase, entry_text
@@ -131,13 +131,15 @@ def run_request(request: BuildRequest) -> Outcome:
             resources=Resources.from_dict(stored) if stored else None, manifest=entry.manifest)
     except MegamoeError as error:
         return Outcome(request, None, error)
-    problems = [] if request.allow_spills else kernel.problems(request.strict)
+    problems = [] if request.allow_spills or request.config.trace else kernel.problems(request.strict)
     failure = BuildFailed(f"phase {request.phase}: {'; '.join(problems)}", log=entry.manifest.get("log", ""),
                           hint="change the register plan or the tile, or pass --allow-spills to look at it anyway")
     return Outcome(request, kernel, failure if problems else None)
 
 
 def _sm90(ready: Prepared) -> Entry:
+    if (sent := prebuilt.lookup(ready)) is not None:
+        return sent
     compiler = _nvrtc()
     options = ready.request.options
 

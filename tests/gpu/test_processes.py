@@ -31,26 +31,29 @@ def test_two_processes(memory: str) -> None:
     assert all(r.where.startswith(expected) for r in results), [r.where for r in results]
 
 
-def test_a_rank_that_dies_is_named_and_nothing_is_left() -> None:
-    """A case whose inputs do not exist on one rank only cannot be made; a killed rank can."""
+def test_a_rank_that_dies_is_named_and_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     import signal
     import threading
     import time
+    import uuid
 
-    from megamoe_cli.processes import token_pids
+    from megamoe_cli.processes import TOKEN, token_pids
     from megamoe_cli.supervisor import run_cases
+
+    mark = uuid.uuid4().hex
+    monkeypatch.setenv(TOKEN, mark)
 
     (case,) = plan("processes", ranks=2, phase="combine", tokens="8", repeat=3)
 
     def kill_rank_1(case_id: str, stage: str) -> None:
         if stage == "upload":
-            threading.Timer(0.2, lambda: [os.kill(p, signal.SIGKILL) for p in token_pids("") if b"--rank\x001\x00" in
+            threading.Timer(0.2, lambda: [os.kill(p, signal.SIGKILL) for p in token_pids(mark) if b"--rank\x001\x00" in
                                           Path(f"/proc/{p}/cmdline").read_bytes()]).start()  # fmt: skip
 
     began = time.monotonic()
     (result,) = run_cases([case.to_dict() | {"launches": 400}], backend="processes", ranks=2, timeout_s=120, on_stage=kill_rank_1)
     assert result.status == "crash" and any("rank 1 died with SIGKILL" in line for line in result.stderr), describe(result)
-    assert time.monotonic() - began < 100 and token_pids("") in ([], [os.getpid()])
+    assert time.monotonic() - began < 100 and token_pids(mark) == []
 
 
 def test_nvlink_is_not_pretended_on_one_gpu() -> None:

@@ -21,8 +21,14 @@ extern "C" {
 // Tiles of CTA `cta` of `grid` as rows of (kind, expert, n, row0, valid); returns how many.
 u32 walk_stream(const u32* counts, const u32* pool_base, u32 local, u32 block_m, u32 unit_blocks, u32 lag, u32 l1_columns,
                 u32 l2_columns, u32 cta, u32 grid, u32* out, u32 room) {
-    const StreamShape shape{local, block_m, unit_blocks, lag, l1_columns, l2_columns};
-    TileStream<Words, Words> stream(shape, Words{counts}, Words{pool_base});
+    u32 active[4096], rows[4096], n_active = 0;
+    for (u32 e = 0; e < local; ++e)
+        if (counts[e] != 0) {
+            active[n_active] = e;
+            rows[n_active++] = counts[e];
+        }
+    const StreamShape shape{n_active, block_m, unit_blocks, lag, l1_columns, l2_columns};
+    TileStream<Words, Words, Words> stream(shape, Words{rows}, Words{active}, Words{pool_base});
     u32 n = 0;
     for (bool more = stream.skip(cta); more && n < room; more = stream.skip(grid)) {
         const Tile t = stream.current(1);

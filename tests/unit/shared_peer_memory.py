@@ -1,9 +1,14 @@
 """Peer memory for rank processes without a GPU: POSIX shared memory, mapped at another address in each process."""
 
 import ctypes
+import os
+import uuid
 from multiprocessing import resource_tracker, shared_memory
 
 from megamoe_cli import errors
+
+
+PREFIX = os.environ.get("FAKE_BLOCKS", "megamoe-test-")  # tells one test's blocks from another's
 
 
 class SharedMemory:
@@ -23,7 +28,7 @@ class SharedMemory:
 
         def create():
             self.check("allocate")
-            self.own.append(shared_memory.SharedMemory(create=True, size=nbytes))
+            self.own.append(shared_memory.SharedMemory(f"{PREFIX}{uuid.uuid4().hex[:12]}", create=True, size=nbytes))
             return self.own[-1].name
 
         try:

@@ -5,12 +5,13 @@ import os
 import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
 
 import pytest
 
 from megamoe_cli import errors, supervisor
-from megamoe_cli.processes import token_pids
+from megamoe_cli.processes import TOKEN, token_pids
 
 FAKE = Path(__file__).with_name("fake_nvlink.py")
 ROOT = Path(supervisor.__file__).parents[1]
@@ -22,24 +23,25 @@ def case(phase="combine", tokens=(3, 0, 5), **more):
             "options": {}, "repro": "megamoe test ..."} | more
 
 
-def shared_blocks():
-    return {p.name for p in Path("/dev/shm").glob("psm_*")} | {p.name for p in Path("/dev/shm").glob("megamoe-*")}
-
-
 @pytest.fixture
-def go(tmp_path):
-    before = shared_blocks()
+def go(tmp_path, monkeypatch):
+    mark = f"megamoe-test-{os.getpid()}-{uuid.uuid4().hex[:8]}-"
+    monkeypatch.setenv(TOKEN, mark)  # tells this test's processes from those of others that run now
 
     def run(cases, fault="", ranks=3, **kwargs):
+        env = {"FAKE_FAULT": fault, "FAKE_BLOCKS": mark, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
         return supervisor.run_cases(cases, backend="nvlink", ranks=ranks, timeout_s=kwargs.pop("timeout_s", 60),
                                     worker_command=[sys.executable, str(FAKE), "--backend", "nvlink", "--ranks", str(ranks)],
-                                    log_dir=tmp_path / "logs", env={"FAKE_FAULT": fault, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}, **kwargs)
+                                    log_dir=tmp_path / "logs", env=env, **kwargs)
 
     run.unlinks = True
     yield run
-    assert not [p for p in token_pids("") if p != os.getpid()], "a rank is left"
-    if run.unlinks:
-        assert shared_blocks() <= before, "shared memory is left"
+    assert token_pids(mark) == [], "a rank is left"
+    blocks = list(Path("/dev/shm").glob(f"{mark}*"))
+    for block in blocks:
+        block.unlink(missing_ok=True)
+    assert not (blocks and run.unlinks), "shared memory is left"
+    assert [p for p in Path("/dev/shm").glob("megamoe-results-*") if not Path("/proc", p.name.split("-")[2]).exists()] == []
 
 
 def test_phases_pass_on_three_processes_and_rank_0_judges_all(go):

@@ -7,12 +7,13 @@ import sys
 import textwrap
 import threading
 import time
+import uuid
 from pathlib import Path
 
 import pytest
 
 from megamoe_cli import errors, supervisor
-from megamoe_cli.processes import token_pids
+from megamoe_cli.processes import TOKEN, token_pids
 
 FAKE = Path(__file__).with_name("fake_worker.py")
 
@@ -24,10 +25,12 @@ def case(name, do="pass", **options):
 
 
 @pytest.fixture
-def go(tmp_path):
+def go(tmp_path, monkeypatch):
     """Runs cases on the fake worker; afterwards nothing that any of them started may be alive."""
     pids = tmp_path / "pids"
     pids.touch()
+    mark = uuid.uuid4().hex
+    monkeypatch.setenv(TOKEN, mark)  # tells this test's processes from those of others that run now
 
     def run(cases, timeout_s=20.0, start="", **kwargs):
         kwargs.setdefault("start_timeout_s", 20.0)
@@ -39,7 +42,7 @@ def go(tmp_path):
     yield run
     left = [p for p in run.pids() if alive(p)]
     assert not left, f"left behind: {left}"
-    assert not [p for p in token_pids("") if p != os.getpid()], "a process with our token is alive"
+    assert token_pids(mark) == [], "a process with our token is alive"
 
 
 def alive(pid):
@@ -179,6 +182,15 @@ def test_an_exception_in_a_callback_leaves_nothing(go):
 
     with pytest.raises(RuntimeError, match="terminal"):
         go([case("a", "grandchild"), case("b", "hang")], on_result=broken)
+
+
+def test_a_pruned_log_still_has_its_tail(go, tmp_path):
+    def prune(result):
+        for path in (tmp_path / "logs").iterdir():
+            path.unlink()
+
+    results = go([case("a"), case("b", "exit")], on_result=prune)
+    assert results[1].stderr[-1] == "device lost"
 
 
 def test_no_cases_no_worker(go):

@@ -165,6 +165,7 @@ template <u32 kN> MM_DEVICE void wgmma_e4m3(f32 (&d)[kN / 2], u64 desc_a, u64 de
 }
 
 // ---- warp_math.cuh: collectives (the arithmetic is in device_math.cuh)
+MM_DEVICE u32 uniform(u32 v, MM_AT) { return emu::warp_collective(emu::WarpOp::kShfl, ~0u, v, 0, MM_FWD); }
 MM_DEVICE u32 shfl(u32 v, u32 lane, MM_AT) { return emu::warp_collective(emu::WarpOp::kShfl, ~0u, v, lane, MM_FWD); }
 MM_DEVICE u32 shfl_xor(u32 v, u32 mask, MM_AT) { return emu::warp_collective(emu::WarpOp::kShflXor, ~0u, v, mask, MM_FWD); }
 MM_DEVICE u32 shfl_up(u32 v, u32 delta, MM_AT) { return emu::warp_collective(emu::WarpOp::kShflUp, ~0u, v, delta, MM_FWD); }

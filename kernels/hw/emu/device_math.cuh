@@ -25,6 +25,11 @@ MM_DEVICE f32 exp2_approx(f32 x) { return emu_flush(__builtin_exp2f(emu_flush(x)
 MM_DEVICE f32 rcp_approx(f32 x) { return emu_flush(1.0f / emu_flush(x)); }
 MM_DEVICE f32 div_exact(f32 a, f32 b) { return a / b; }
 MM_DEVICE f32 exp_exact(f32 x) { return __builtin_expf(x); }
+MM_DEVICE f32 min_nan(f32 a, f32 b) { return a != a ? a : b != b ? b : b < a ? b : a; }
+MM_DEVICE f32 max_nan(f32 a, f32 b) { return a != a ? a : b != b ? b : b > a ? b : a; }
+MM_DEVICE f32 max_f32(f32 a, f32 b) { return __builtin_fmaxf(a, b); }
+MM_DEVICE f32 abs_f32(f32 v) { return __builtin_fabsf(v); }
+MM_DEVICE u32 popcount(u32 v) { return static_cast<u32>(__builtin_popcount(v)); }
 MM_DEVICE f32 fma(f32 a, f32 b, f32 c) { return __builtin_fmaf(a, b, c); }
 
 // One f32 to e4m3: nearest even, saturating to +-448, NaN to 0x7F.

@@ -9,6 +9,7 @@ MM_DEVICE u32 shfl_xor(u32 v, u32 mask) { return __shfl_xor_sync(0xffffffffu, v,
 MM_DEVICE u32 shfl_up(u32 v, u32 delta) { return __shfl_up_sync(0xffffffffu, v, delta); }
 MM_DEVICE f32 shfl_xor_f32(f32 v, u32 mask) { return __shfl_xor_sync(0xffffffffu, v, mask); }
 MM_DEVICE u32 ballot(bool p) { return __ballot_sync(0xffffffffu, p); }
+MM_DEVICE u32 popcount(u32 v) { return __popc(v); }
 MM_DEVICE bool all(bool p) { return __all_sync(0xffffffffu, p); }
 MM_DEVICE bool any(bool p) { return __any_sync(0xffffffffu, p); }
 
@@ -48,6 +49,23 @@ MM_DEVICE u32 cvt_bf16x2(f32 lo, f32 hi) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(hi), "f"(lo));
     return v;
 }
+// min.NaN / max.NaN.f32: a NaN operand makes the result NaN (9.7.3.11-12).
+MM_DEVICE f32 min_nan(f32 a, f32 b) {
+    f32 y;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+    return y;
+}
+MM_DEVICE f32 max_nan(f32 a, f32 b) {
+    f32 y;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+    return y;
+}
+// max.f32: NaN counts as nothing. The magnitude of either operand costs no instruction.
+MM_DEVICE f32 max_f32(f32 a, f32 b) { return fmaxf(a, b); }
+MM_DEVICE f32 abs_f32(f32 v) { return fabsf(v); }
+// A value that is the same in all lanes, told to the compiler: address arithmetic moves to the uniform datapath.
+MM_DEVICE u32 uniform(u32 v) { return __shfl_sync(0xffffffffu, v, 0); }
+
 MM_DEVICE f32 bits_to_f32(u32 v) { return __uint_as_float(v); }
 MM_DEVICE u32 f32_to_bits(f32 v) { return __float_as_uint(v); }
 

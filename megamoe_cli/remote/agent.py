@@ -1,0 +1,415 @@
+#!/usr/bin/env python3
+"""The far side of ``megamoe remote``: starts one command and makes sure that nothing of it stays.
+
+Runs as a script, by path, maybe inside a container, with the standard library only (Python >= 3.8): it must work where
+nothing is installed. What it knows lies below STATE/jobs/JOB: ``job.json`` (what was started, by whom, where),
+``end.json`` (how it ended), ``results/`` and, for a detached job, ``stdout`` and ``stderr``.
+
+Every process of a job carries a token in its environment. A job ends in one of these ways, and each ends with a search
+for that token: the command ended; its time is up; the client closed our stdin or fell silent (a dropped connection, a
+sleeping laptop); we were told to stop; we were killed, and the guard, a process of its own, noticed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import hashlib
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+TOKEN = "MEGAMOE_PROCESS_TOKEN"
+KEEP_JOBS = 20  # ended jobs whose folders stay
+_SUBREAPER = 36  # prctl: orphans below us become our children, so that they can be found
+_SETTLE_S = 10.0  # how long killed processes may take to go
+_TICK_S = 0.1
+
+
+# ---- processes ----
+
+
+def token_of(state, job=""):
+    """Token of one job, or the prefix of the tokens of all jobs of this state folder."""
+    return f"megamoe-remote/{hashlib.sha256(os.path.realpath(state).encode()).hexdigest()[:16]}/{job}"
+
+
+def stat_fields(pid):
+    """Fields of /proc/PID/stat after the name (state, parent, group, ...), or None when it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stream:
+            return stream.read().rpartition(b")")[2].decode().split()
+    except OSError:
+        return None
+
+
+def birth(pid):
+    """Start time of a live process: with its number it names one process even after the number is used again."""
+    fields = stat_fields(pid)
+    return fields[19] if fields and fields[0] not in "ZX" else None
+
+
+def token_pids(token):
+    """Live processes whose environment carries ``token`` or one below it. Not this process."""
+    needle, found = f"{TOKEN}={token}".encode(), []
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{entry}/environ", "rb") as stream:
+                if int(entry) != os.getpid() and any(v.startswith(needle) for v in stream.read().split(b"\0")):
+                    found.append(int(entry))
+        except OSError:
+            continue  # gone, a zombie, or another user's
+    return found
+
+
+def descendants(root):
+    """Live processes below ``root``. A subreaper finds orphans that changed session and environment this way too."""
+    below = {}
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        fields = stat_fields(entry)
+        if fields and fields[0] not in "ZX":
+            below.setdefault(int(fields[1]), []).append(int(entry))
+    found, todo = [], [root]
+    while todo:
+        children = below.get(todo.pop(), [])
+        found += children
+        todo += children
+    return found
+
+
+def send(pid, sig):
+    try:
+        os.kill(pid, sig)
+    except (ProcessLookupError, PermissionError):
+        pass
+
+
+def kill_all(find, grace_s, head=None):
+    """Ends what ``find()`` lists: SIGTERM (to ``head`` alone when given: it knows how to end the rest), up to
+    ``grace_s`` seconds, SIGKILL. Returns (how many, those that stay)."""
+    seen = set(find())
+    if grace_s > 0:
+        for pid in seen if head is None else [head]:
+            send(pid, signal.SIGTERM)
+        until = time.monotonic() + grace_s
+        while time.monotonic() < until and find():
+            time.sleep(0.05)
+    until = time.monotonic() + _SETTLE_S
+    while True:
+        left = find()
+        seen.update(left)
+        for pid in left:
+            send(pid, signal.SIGKILL)
+        if not left or time.monotonic() > until:
+            return len(seen), left
+        time.sleep(0.02)
+
+
+# ---- jobs ----
+
+
+class Job:
+    """The folder of one job."""
+
+    def __init__(self, state, name):
+        self.state, self.name = state, name
+        self.folder = os.path.join(state, "jobs", name)
+        self.token = token_of(state, name)
+
+    def read(self, what):
+        try:
+            with open(os.path.join(self.folder, what), encoding="utf-8") as stream:
+                return json.load(stream)
+        except (OSError, ValueError):
+            return None
+
+    def write(self, what, document):
+        path = os.path.join(self.folder, what)
+        with open(path + ".part", "w", encoding="utf-8") as stream:
+            json.dump(document, stream, indent=1)
+        os.replace(path + ".part", path)
+
+    def end(self, code, reason, seconds, killed, left):
+        """Written once; the disk may be full, and the exit code travels without it."""
+        if self.read("end.json") is None:
+            try:
+                self.write("end.json", {"exit": code, "reason": reason, "seconds": round(seconds, 3), "killed": killed,
+                                        "left": left, "ended": time.time()})
+            except OSError as error:
+                say(f"cannot write {self.folder}/end.json: {error.strerror}")
+
+    def alive(self):
+        """Is the agent that runs it still there?"""
+        job = self.read("job.json")
+        return bool(job) and birth(job["agent"]) == job["birth"]
+
+    def describe(self):
+        job, end = self.read("job.json") or {}, self.read("end.json")
+        live = self.alive()
+        state = "ended" if end else "running" if live else "lost"
+        return {**job, "job": self.name, "state": state, "end": end, "processes": len(token_pids(self.token))}
+
+
+def all_jobs(state):
+    folder = os.path.join(state, "jobs")
+    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    return [Job(state, name) for name in names]
+
+
+def say(text):
+    try:
+        sys.stderr.write(f"far side: {text}\n")
+        sys.stderr.flush()
+    except OSError:
+        pass  # nobody listens any more
+
+
+def gpu_facts():
+    """What nvidia-smi knows: cards, and processes on them. Empty without it."""
+    if not shutil.which("nvidia-smi"):
+        return {}
+    out = {}
+    for key, query in (("gpus", "--query-gpu=index,name,uuid,driver_version"),
+                       ("compute_apps", "--query-compute-apps=pid,gpu_uuid,used_memory")):
+        try:
+            done = subprocess.run(["nvidia-smi", query, "--format=csv,noheader"], stdin=subprocess.DEVNULL,
+                                  stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=5)
+            out[key] = [[cell.strip() for cell in line.split(",")] for line in done.stdout.decode().splitlines() if line]
+        except (OSError, subprocess.TimeoutExpired):
+            out[key] = None
+    return out
+
+
+def host_facts():
+    name = os.uname()
+    return {"host": name.nodename, "system": name.sysname, "release": name.release, "machine": name.machine,
+            "python": sys.version.split()[0], "cpus": os.cpu_count(), **gpu_facts()}
+
+
+# ---- run ----
+
+
+class Stop:
+    """Why a job must end before its command does."""
+
+    reason = ""
+    interrupts = 0
+
+    def on_signal(self, number, frame):
+        self.reason = self.reason or f"signal {signal.Signals(number).name}"
+
+
+def start_guard(job, grace_s):
+    """A process that outlives us: when we are gone without having said so, it does our clean-up. Returns (pid, pipe)."""
+    ours = os.getpid()
+    reader, writer = os.pipe()
+    os.set_inheritable(writer, False)
+    pid = os.fork()
+    if pid:
+        os.close(reader)
+        return pid, writer
+    try:
+        os.setsid()
+        for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(sig, signal.SIG_IGN)
+        null = os.open(os.devnull, os.O_RDWR)
+        for fd in (0, 1, 2):  # holding them would keep the ssh session open; lock files stay open on purpose
+            os.dup2(null, fd)
+        os.close(writer)
+        start = time.monotonic()
+        if os.read(reader, 1) == b"":
+            killed, left = kill_all(lambda: token_pids(job.token), grace_s)
+            job.end(137, f"agent {ours} was killed", time.monotonic() - start, killed, left)
+    finally:
+        os._exit(0)
+
+
+def watch_client(stop, child, silence_s, buffer):
+    """Reads what the client sends: ``.`` alive, ``i`` interrupt, ``t`` stop. End of file: it is gone."""
+    ready, _, _ = select.select([0], [], [], _TICK_S)
+    if not ready:
+        if silence_s and time.monotonic() - buffer["heard"] > silence_s:
+            stop.reason = stop.reason or f"no sign of life from the client for {silence_s:g} s"
+        return
+    data = os.read(0, 4096)
+    buffer["heard"] = time.monotonic()
+    if not data:
+        stop.reason = stop.reason or "the client is gone"
+    for _ in range(data.count(b"i")):
+        try:
+            os.killpg(child.pid, signal.SIGINT)
+        except ProcessLookupError:
+            pass
+    if b"t" in data:
+        stop.reason = stop.reason or "stopped by the client"
+
+
+def run(args):
+    job, stop = Job(args.state, args.job), Stop()
+    try:
+        prune(args.state)
+        os.makedirs(os.path.join(job.folder, "results"))
+        job.write("job.json", {"agent": os.getpid(), "birth": birth(os.getpid()), "token": job.token, "client": args.client,
+                               "command": args.command, "detached": args.detached, "limit_s": args.limit,
+                               "started": time.time(), "facts": host_facts()})
+    except OSError as error:
+        say(f"cannot write to {args.state}: {error.strerror}")
+        return 3
+    for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(sig, stop.on_signal)
+    ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
+    guard, pipe = start_guard(job, args.grace)
+    env = {**os.environ, **dict(item.split("=", 1) for item in args.env), TOKEN: job.token}
+    streams = {}
+    if args.detached:
+        streams = {name: open(os.path.join(job.folder, name), "wb") for name in ("stdout", "stderr")}
+    start, code, child = time.monotonic(), None, None
+    try:
+        child = subprocess.Popen(args.command, env=env, cwd=args.cwd, stdin=subprocess.DEVNULL, start_new_session=True, **streams)
+    except OSError as error:
+        say(f"cannot start {args.command[0]!r} in {args.cwd!r}: {error.strerror}")
+        code, stop.reason = 127, "not started"
+    else:
+        code = wait_for(child, args, stop, start)
+    find = lambda: [p for p in {*descendants(os.getpid()), *token_pids(job.token)} if p != guard]  # noqa: E731
+    killed, left = kill_all(find, args.grace if stop.reason else 0.0, child.pid if child else None)
+    if code is None:
+        code = 137 if child.pid in left else exit_code(child.wait())
+        code = 124 if stop.reason == "time limit" else 143 if stop.reason.startswith(("signal", "stopped")) else code
+    elif code == 124 or (code == 137 and time.monotonic() - start >= args.limit):
+        stop.reason, code = "time limit", 124
+    seconds = time.monotonic() - start
+    job.end(code, stop.reason or "exit", seconds, killed, left)
+    if killed and not stop.reason:
+        say(f"{killed} processes outlived the command and were killed")
+    if left:
+        say(f"{len(left)} processes cannot be killed (stuck in a driver call): {left}")
+    os.write(pipe, b"x")
+    os.waitpid(guard, 0)
+    return code
+
+
+def wait_for(child, args, stop, start):
+    """The exit code of the command; None when it has to be ended first (``stop.reason`` says why)."""
+    heard = {"heard": time.monotonic()}
+    while True:
+        if os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+            return exit_code(child.wait())
+        if args.detached:
+            time.sleep(_TICK_S)
+        else:
+            watch_client(stop, child, args.silence, heard)
+        # timeout(1) inside the command has the first word; this is for a command that it cannot end
+        if args.limit and time.monotonic() - start > args.limit + args.grace + 2:
+            stop.reason = stop.reason or "time limit"
+        if stop.reason:
+            return None
+
+
+def exit_code(code):
+    return 128 - code if code < 0 else code
+
+
+def prune(state):
+    """Ended jobs beyond the newest ``KEEP_JOBS`` go."""
+    for job in [j for j in all_jobs(state) if not j.alive()][:-KEEP_JOBS]:
+        shutil.rmtree(job.folder, ignore_errors=True)
+
+
+# ---- the other commands ----
+
+
+def reap(args):
+    """Ends what is left of jobs whose client is gone; detached ones live on unless they are meant. Prints JSON."""
+    spared, ended = [], []
+    for job in all_jobs(args.state):
+        live = job.alive() and job.read("end.json") is None
+        detached = bool((job.read("job.json") or {}).get("detached"))
+        if live and detached and not args.all and job.name not in args.jobs:
+            spared.append(job)
+            continue
+        if args.jobs and job.name not in args.jobs:
+            continue
+        processes = len(token_pids(job.token))
+        if live:
+            send(job.read("job.json")["agent"], signal.SIGTERM)
+            until = time.monotonic() + args.grace + _SETTLE_S
+            while job.alive() and time.monotonic() < until:
+                time.sleep(0.05)
+        killed, left = kill_all(lambda job=job: token_pids(job.token), args.grace)
+        if live or killed:
+            ended.append({"job": job.name, "killed": max(killed, processes), "left": left,
+                          "command": (job.read("job.json") or {}).get("command")})
+            job.end(143, "reaped", 0.0, killed, left)
+    if not args.jobs:  # what no job folder knows any more
+        keep = {pid for job in spared for pid in token_pids(job.token)}
+        killed, left = kill_all(lambda: [p for p in token_pids(token_of(args.state)) if p not in keep], args.grace)
+        if killed:
+            ended.append({"job": "", "killed": killed, "left": left, "command": None})
+    print(json.dumps({"ended": ended, "running": [job.describe() for job in spared]}))
+    return 0 if not any(entry["left"] for entry in ended) else 1
+
+
+def status(args):
+    print(json.dumps({"jobs": [job.describe() for job in all_jobs(args.state)], "facts": host_facts(),
+                      "free_bytes": shutil.disk_usage(args.state if os.path.isdir(args.state) else "/").free}))
+    return 0
+
+
+def follow(args):
+    """Copies the output of a detached job to ours until it ends; leaves with its exit code. Reads only."""
+    job = Job(args.state, args.job)
+    if job.read("job.json") is None:
+        say(f"there is no job {args.job}")
+        return 5
+    files = [(open(os.path.join(job.folder, name), "rb"), target) for name, target in
+             (("stdout", sys.stdout.buffer), ("stderr", sys.stderr.buffer))]
+    while True:
+        over = job.read("end.json") is not None or not job.alive()  # before the last look, so that nothing is missed
+        for source, target in files:
+            data = source.read()
+            if data:
+                target.write(data)
+                target.flush()
+        if over:
+            end = job.read("end.json")
+            return end["exit"] if end else 137
+        if select.select([0], [], [], 0.2)[0] and os.read(0, 4096) == b"":
+            return 0
+
+
+def main(words):
+    parser = argparse.ArgumentParser(prog="agent.py")
+    commands = parser.add_subparsers(dest="what", required=True)
+    one = commands.add_parser("run")
+    one.add_argument("--job", required=True)
+    one.add_argument("--limit", type=float, default=0)
+    one.add_argument("--silence", type=float, default=0)
+    one.add_argument("--cwd", default=".")
+    one.add_argument("--env", action="append", default=[])
+    one.add_argument("--client", default="")
+    one.add_argument("--detached", action="store_true")
+    one.add_argument("command", nargs=argparse.REMAINDER)
+    two = commands.add_parser("reap")
+    two.add_argument("jobs", nargs="*")
+    two.add_argument("--all", action="store_true")
+    commands.add_parser("status")
+    commands.add_parser("follow").add_argument("job")
+    for command in commands.choices.values():
+        command.add_argument("--state", required=True)
+        command.add_argument("--grace", type=float, default=2.0)
+    args = parser.parse_args(words)
+    args.state = os.path.abspath(args.state)
+    if args.what == "run":
+        args.command = args.command[args.command[:1] == ["--"]:]
+        args.cwd = os.path.abspath(args.cwd)
+    return {"run": run, "reap": reap, "status": status, "follow": follow}[args.what](args)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

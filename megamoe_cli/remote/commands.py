@@ -1,0 +1,171 @@
+"""The exact command lines of ``megamoe remote``: what ``-n`` prints is what runs. Nothing here starts anything.
+
+Far side, below the target's ``path``: ``.megamoe-remote`` (this folder is ours) and one folder per client checkout with
+``tree/`` (sources), ``prebuilt/`` (cubins built here), ``jobs/`` and ``cache/``.
+"""
+
+from __future__ import annotations
+
+import getpass
+import hashlib
+import platform
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megamoe_cli import paths
+from megamoe_cli.remote.targets import Target
+
+MARKER = ".megamoe-remote"
+NOT_OURS = 73  # exit code of the preparing command: the folder has contents that are not ours
+NO_CONTAINER = 72  # ... the container does not answer
+NOT_MOUNTED = 74  # ... it does not see the folder
+SYNCED = ("megamoe_cli", "kernels", "phases", "tuning", "pyproject.toml", "tests/data")
+EXCLUDED = ("__pycache__", "*.pyc", ".*.swp", "*~")
+# Ours go first: a value in the user's ssh configuration would lose to these, so only what a dead connection needs.
+SSH_OPTIONS = ("-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
+
+
+def client_name() -> str:
+    """This checkout on this machine, for people: ``me@laptop-1a2b3c``. Trees of different clients never mix."""
+    where = str(paths.checkout_root() or paths.PACKAGE)
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        user = "user"
+    plain = re.sub(r"[^A-Za-z0-9@._-]+", "_", f"{user}@{platform.node().partition('.')[0] or 'host'}")
+    return f"{plain}-{hashlib.sha256(where.encode()).hexdigest()[:6]}"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Folders of this client on the far side: ``host`` as ssh and rsync see them, ``inside`` as the command does."""
+
+    host: str
+    inside: str
+
+    @classmethod
+    def of(cls, target: Target) -> Place:
+        client = client_name()
+        return cls(f"{target.path}/{client}", f"{target.inside}/{client}")
+
+
+def ssh(target: Target, command: Sequence[str], *, tty: bool = False) -> list[str]:
+    """``command`` on the host. Its words are quoted for the login shell."""
+    # Without a terminal nobody can answer a question; with one, ssh may ask.
+    batch = [] if sys.stdin is not None and sys.stdin.isatty() else ["-o", "BatchMode=yes"]
+    return [*target.ssh, *batch, *SSH_OPTIONS, "-t" if tty else "-T", target.host, shlex.join(command)]
+
+
+def rsync_shell(target: Target) -> str:
+    """The value of rsync's -e. rsync splits it itself: quotes group words, a doubled quote stands for one."""
+    batch = [] if sys.stdin is not None and sys.stdin.isatty() else ["-o", "BatchMode=yes"]
+    return " ".join(w if re.fullmatch(r"[\w@%+=:,./-]+", w) else "'" + w.replace("'", "''") + "'"
+                    for w in [*target.ssh, *batch, *SSH_OPTIONS])
+
+
+def rsync(target: Target, options: Sequence[str], sources: Sequence[str], destination: str) -> list[str]:
+    """-c: a fresh clone has new times and the same bytes. -s: the far shell never sees a name."""
+    return [*target.rsync, "-rlpc", "-z", "-s", "--timeout=30", *options, "-e", rsync_shell(target), "--", *sources, destination]
+
+
+def engine(target: Target, command: Sequence[str], *flags: str) -> list[str]:
+    """``command`` inside the container, or as it is."""
+    return [*target.engine, "exec", *flags, target.container, *command] if target.container else list(command)
+
+
+def prepare(target: Target) -> list[str]:
+    """Makes the folder, refuses one that is not ours, checks that the container sees it, says if there is a GPU
+    (``gpu=1``), and reaps what an earlier run may have left (JSON, when an earlier run brought the agent)."""
+    place = Place.of(target)
+    path, folder = shlex.quote(target.path), shlex.quote(place.host)
+    script = f"{place.inside}/tree/megamoe_cli/remote/agent.py"
+    run = lambda words: shlex.join(engine(target, words))  # noqa: E731
+    steps = [
+        "LC_ALL=C; export LC_ALL", f"mkdir -p {path}", f"if ! test -e {path}/{MARKER} && test -n \"$(ls -A {path})\"; then exit {NOT_OURS}; fi",
+        f": > {path}/{MARKER}", f"mkdir -p {folder}/tree {folder}/prebuilt {folder}/jobs"]  # fmt: skip
+    if target.container:
+        steps.append(f"if ! {run(['true'])}; then exit {NO_CONTAINER}; fi")
+        steps.append(f"if ! {run(['test', '-d', place.inside])}; then exit {NOT_MOUNTED}; fi")
+    look = run(["sh", "-c", "test -e /dev/nvidia0 || test -e /dev/nvidia1"])
+    steps.append(f"if {look}; then echo gpu=1; else echo gpu=0; fi")
+    reaping = run([target.python, script, "reap", "--state", place.inside])
+    steps.append(f"if {run(['test', '-e', script])}; then {reaping}; fi")
+    return ssh(target, ["sh", "-ec", "; ".join(steps)])
+
+
+def local_sources() -> tuple[Path, list[str]]:
+    """(folder, what below it travels): the checkout's parts, or an installed package."""
+    root = paths.checkout_root()
+    if root is None:
+        return paths.PACKAGE.parent, [paths.PACKAGE.name]
+    return root, [name for name in SYNCED if (root / name).exists()]
+
+
+def sync(target: Target, *, dry_run: bool = False) -> tuple[list[str], Path]:
+    """(command, folder to start it in). What is gone here goes there, below the folders that travel."""
+    root, names = local_sources()
+    options = ["-R", "--delete", "--delete-excluded", "--out-format=%o %l %n", *(f"--exclude={name}" for name in EXCLUDED)]
+    if dry_run:
+        options.append("-n")
+    return rsync(target, options, [f"./{name}" for name in names], f"{target.host}:{Place.of(target).host}/tree/"), root
+
+
+def sync_prebuilt(target: Target, folder: Path) -> list[str]:
+    return rsync(target, ["--delete", "--out-format=%o %l %n"], [f"{folder}/"], f"{target.host}:{Place.of(target).host}/prebuilt/")
+
+
+def fetch(target: Target, job: str, folder: Path) -> list[str]:
+    return rsync(target, [], [f"{target.host}:{Place.of(target).host}/jobs/{job}/"], f"{folder}/")
+
+
+def agent(target: Target, words: Sequence[str]) -> list[str]:
+    """The agent on the far side, inside the container; its standard input stays open."""
+    place = Place.of(target)
+    script = f"{place.inside}/tree/megamoe_cli/remote/agent.py"
+    return engine(target, [target.python, script, words[0], "--state", place.inside, *words[1:]], "-i")
+
+
+def environment(target: Target, *, remote_compiler: bool, more: Mapping[str, str]) -> dict[str, str]:
+    """Variables of the far command. The target's own win."""
+    place = Place.of(target)
+    env = {
+        "PYTHONPATH": f"{place.inside}/tree", "MEGAMOE_CACHE_DIR": f"{place.inside}/cache", "PYTHONUNBUFFERED": "1",
+        # messages and file names are read here, in whatever language the box speaks
+        "LC_ALL": "C.UTF-8", "MEGAMOE_PREBUILT": f"{place.inside}/prebuilt"}  # fmt: skip
+    if remote_compiler:
+        env["MEGAMOE_REMOTE_COMPILER"] = "1"
+    if target.gpus != "all":
+        env["CUDA_VISIBLE_DEVICES"] = "" if target.gpus == "none" else target.gpus
+    return {**env, **more, **target.env}
+
+
+def hold(target: Target, what: str, command: Sequence[str], *, wait_s: float = 0, detach: bool = False,
+         gpus: str | None = None) -> list[str]:  # fmt: skip
+    """``command`` under the box's lock: hold.py on the host."""
+    script = f"{Place.of(target).host}/tree/megamoe_cli/remote/hold.py"
+    words = [target.host_python, script, "--dir", target.lock_dir, "--gpus", gpus or target.gpus, "--who", client_name(), "--what", what]
+    words += ["--wait", f"{wait_s:g}"] if wait_s else []
+    words += ["--detach"] if detach else []
+    return [*words, "--", *command]
+
+
+def job(target: Target, name: str, command: Sequence[str], env: Mapping[str, str], *, what: str, wait_s: float = 0,
+        detach: bool = False, lock: bool = True) -> list[str]:  # fmt: skip
+    """ssh command line that runs ``command`` as job ``name``: lock, container, agent, ``timeout -k``, command."""
+    limits, place = target.limits(), Place.of(target)
+    seconds = target.detach_timeout if detach else limits.command
+    words = ["run", "--job", name, "--cwd", f"{place.inside}/tree", "--limit", f"{seconds:g}", "--grace", f"{limits.grace:g}",
+             "--client", client_name(), *(["--detached"] if detach else ["--silence", f"{target.silence:g}"])]
+    for key, value in env.items():
+        words += ["--env", f"{key}={value}"]
+    inner = ["timeout", "-k", f"{limits.grace:g}", f"{seconds:g}", *command]
+    return ssh(target, hold(target, what, agent(target, [*words, "--", *inner]), wait_s=wait_s, detach=detach,
+                            gpus=None if lock else "none"))
+
+
+def locks(target: Target) -> list[str]:
+    return ssh(target, [*hold(target, "", [])[:-1], "--list"])

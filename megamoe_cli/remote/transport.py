@@ -1,0 +1,208 @@
+"""Running ssh and rsync: time limits, what their failures mean in plain words, and the heartbeat of a running job."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megamoe_cli.errors import EnvironmentUnfit, MegamoeError, TimedOut
+from megamoe_cli.remote.targets import Target
+
+SSH_FAILED = 255
+_HEARTBEAT_S = 1.0
+_TAIL = 40
+# What ssh says -> what it means. ssh does not translate its messages.
+_SSH_MEANINGS = (
+    (r"REMOTE HOST IDENTIFICATION HAS CHANGED|Host key verification failed",
+     "the host key of {host} is not the one ssh knows; nothing was sent",
+     "ask who runs the machine whether it was reinstalled; if so: ssh-keygen -R with its name as known_hosts has it"),
+    (r"Permission denied", "{host} refuses the login", "try it by hand: {ssh} {host} true"),
+    (r"Could not resolve hostname", "there is no host {host}", "check host in the target, or ~/.ssh/config"),
+    (r"Connection refused|No route to host|Connection timed out|Operation timed out", "{host} cannot be reached",
+     "try it by hand: {ssh} {host} true"),
+)  # fmt: skip
+
+
+@dataclass
+class Step:
+    """One command line that ran. ``what``: prepare, sync, run, ...; ``exit_code`` as its process returned it."""
+
+    what: str
+    command: list[str]
+    seconds: float = 0.0
+    exit_code: int | None = None
+    stdout: str = ""
+    stderr: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"what": self.what, "command": self.command, "seconds": round(self.seconds, 3), "exit_code": self.exit_code}
+
+
+class ConnectionLost(EnvironmentUnfit):
+    """ssh gave up: the far side may still be at work until it notices."""
+
+
+def explain_ssh(target: Target, stderr: str) -> EnvironmentUnfit:
+    """ssh's 255 as one line and a hint."""
+    names = {"host": target.host, "ssh": " ".join(target.ssh)}
+    for pattern, text, hint in _SSH_MEANINGS:
+        if re.search(pattern, stderr):
+            return EnvironmentUnfit(f"{target.label}: {text.format(**names)}", hint=hint.format(**names))
+    said = last_line(stderr)
+    return ConnectionLost(f"{target.label}: the connection broke{': ' + said if said else ''}")
+
+
+def last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else ""
+
+
+def explain_rsync(target: Target, step: Step) -> MegamoeError:
+    """rsync's exit codes; its messages carry errno as a number, whatever the language."""
+    if "(28)" in step.stderr or "(122)" in step.stderr:  # ENOSPC, EDQUOT
+        where = "this machine" if step.what == "fetch" else target.label
+        return EnvironmentUnfit(f"{where}: the disk is full; {step.what} stopped",
+                                hint=f"free some space below {target.path}, or set path in the target")
+    if step.exit_code == SSH_FAILED:
+        return explain_ssh(target, step.stderr)
+    if step.exit_code == 127 or re.search(r"rsync[^\n]*(not found|No such file)", step.stderr):
+        return EnvironmentUnfit(f"{target.label}: rsync is not installed there", hint="install rsync on the host")
+    if step.exit_code in (10, 12, 30):
+        return ConnectionLost(f"{target.label}: the connection broke during {step.what}: {last_line(step.stderr)}")
+    if step.exit_code == 20:
+        return EnvironmentUnfit(f"{target.label}: {step.what} was interrupted")
+    return EnvironmentUnfit(f"{target.label}: rsync failed with {step.exit_code} during {step.what}: {_first_line(step.stderr)}")
+
+
+def _first_line(text: str) -> str:
+    return next((line.strip() for line in text.splitlines() if line.strip()), "no message")
+
+
+def _start(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+    # Ctrl-C goes to us, and we say what it means; ssh keeps an ignored SIGINT ignored.
+    previous = None
+    main = threading.current_thread() is threading.main_thread()
+    if main:
+        previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        return subprocess.Popen(list(command), **options)
+    except OSError as error:
+        raise EnvironmentUnfit(f"{command[0]} cannot be started: {error.strerror}", hint=f"install {Path(command[0]).name}") from None
+    finally:
+        if main:
+            signal.signal(signal.SIGINT, previous or signal.SIG_DFL)
+
+
+def call(what: str, command: Sequence[str], *, timeout_s: float, cwd: Path | None = None,
+         on_start: Callable[[Step], None] = lambda step: None) -> Step:  # fmt: skip
+    """Runs a short command to its end. TimedOut when it takes longer; its exit code is the caller's business."""
+    step = Step(what, list(command))
+    on_start(step)
+    start = time.monotonic()
+    process = _start(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=cwd)
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    except BaseException as error:
+        process.kill()
+        out, err = process.communicate()
+        step.seconds = time.monotonic() - start
+        if isinstance(error, subprocess.TimeoutExpired):
+            raise TimedOut(f"{what}: no answer within {timeout_s:g} s: {last_line(err.decode(errors='replace')) or command[0]}") from None
+        raise
+    step.seconds, step.exit_code = time.monotonic() - start, process.returncode
+    step.stdout, step.stderr = out.decode(errors="replace"), err.decode(errors="replace")
+    return step
+
+
+@dataclass
+class Attached:
+    """A job in the foreground: its output is ours, its stdin carries our heartbeat.
+
+    Ctrl-C once is passed on (the command finishes what it is at), twice ends it.
+    """
+
+    step: Step
+    timeout_s: float | None
+    tail: deque[str] = field(default_factory=lambda: deque(maxlen=_TAIL))
+    interrupts: int = 0
+
+    def run(self) -> int:
+        """The exit code of the ssh process. TimedOut when it is not back in time; then the connection is closed."""
+        start = time.monotonic()
+        process = _start(self.step.command, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
+        forward = threading.Thread(target=self._forward, args=(process,), daemon=True)
+        forward.start()
+        previous = self._catch(process)
+        try:
+            beat = 0.0
+            while process.poll() is None:
+                now = time.monotonic()
+                if self.timeout_s is not None and now - start > self.timeout_s:
+                    raise TimedOut(f"no answer within {self.timeout_s:g} s")
+                if now - beat >= _HEARTBEAT_S:
+                    beat = now
+                    self._say(process, b".")
+                try:
+                    process.wait(0.1)
+                except subprocess.TimeoutExpired:
+                    continue
+        finally:
+            self._restore(previous)
+            self._hang_up(process)
+            forward.join(2)
+            self.step.seconds, self.step.exit_code = time.monotonic() - start, process.returncode
+            self.step.stderr = "\n".join(self.tail)
+        return process.returncode
+
+    @staticmethod
+    def _say(process: subprocess.Popen[bytes], what: bytes) -> None:
+        try:
+            assert process.stdin is not None
+            os.write(process.stdin.fileno(), what)
+        except (BrokenPipeError, ValueError):
+            pass  # ssh has ended; poll() is about to say so
+
+    def _hang_up(self, process: subprocess.Popen[bytes]) -> None:
+        """Closes the channel; the far side takes that as the end. ssh gets a moment to deliver it."""
+        try:
+            assert process.stdin is not None
+            process.stdin.close()
+        except OSError:
+            pass
+        try:
+            process.wait(5)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def _forward(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stderr is not None
+        for raw in process.stderr:
+            line = raw.decode(errors="replace").rstrip("\r\n")
+            self.tail.append(line)
+            print(line, file=sys.stderr, flush=True)
+
+    def _catch(self, process: subprocess.Popen[bytes]) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            return None
+
+        def on_interrupt(number: int, frame: Any) -> None:
+            self.interrupts += 1
+            self._say(process, b"i" if self.interrupts == 1 else b"t")
+
+        return signal.signal(signal.SIGINT, on_interrupt)
+
+    @staticmethod
+    def _restore(previous: Any) -> None:
+        if previous is not None:
+            signal.signal(signal.SIGINT, previous)
