@@ -86,7 +86,7 @@ class KernelConfig:
     promotion: str = "classic"
     frontend: str = "compact"
     order: str = "lag"
-    lag: int = 8
+    lag: int = 32
     unit_blocks: int = 8
     regs_dispatch: int = 0
     regs_tma: int = 0

@@ -58,7 +58,7 @@ class Runner:
         try:
             self._run(case, result)
         except Exception as error:  # noqa: BLE001
-            _explain(result, error, gpu=not self.slow)
+            explain(result, error, gpu=not self.slow)
         if self.control is not None and self.control.broken:
             result.respawn = True
         if not self.slow and not result.respawn:
@@ -230,7 +230,7 @@ def describe_kernel(kernel: Kernel) -> dict[str, Any]:
     return out
 
 
-def _explain(result: CaseResult, error: Exception, gpu: bool) -> None:
+def explain(result: CaseResult, error: Exception, gpu: bool) -> None:
     """Puts an exception into the result; whatever may have hurt the device asks for a fresh process."""
     result.findings, result.findings_total = [], 0
     result.message = str(error) or type(error).__name__

@@ -86,7 +86,7 @@ class _Loop:
         self.on_result, self.on_stage = on_result, on_stage
         self.done: dict[int, CaseResult] = {}
         self.position: dict[int, int] = {}  # slot index -> index of its case
-        self.env = _worker_env(env, jobs)
+        self.env = worker_env(env, jobs)
         self.selector = selectors.DefaultSelector()
         log_dir.mkdir(parents=True, exist_ok=True)
         prune(log_dir)
@@ -320,7 +320,7 @@ def _during(slot: Slot) -> str:
     return f" during {slot.stage}" if slot.stage else ""
 
 
-def _worker_env(given: Mapping[str, str] | None, jobs: int) -> dict[str, str]:
+def worker_env(given: Mapping[str, str] | None, jobs: int) -> dict[str, str]:
     env = dict(os.environ)
     if jobs > 1:  # torch takes every core by default; side by side the workers would only switch
         env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // jobs)))

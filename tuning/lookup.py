@@ -17,7 +17,7 @@ from pathlib import Path
 from megamoe_cli import paths
 from megamoe_cli.config import KernelConfig
 from megamoe_cli.config import check as check_config
-from megamoe_cli.errors import EnvironmentUnfit, MegamoeError, UsageError
+from megamoe_cli.errors import EnvironmentUnfit, UsageError
 from megamoe_cli.shapes import Shape
 from megamoe_cli.tuning.schema import Choice, Table
 from megamoe_cli.tuning.table_check import load_usable
@@ -245,15 +245,3 @@ class Picker:
         if line not in self._said:
             self._said.add(line)
             to(line)  # type: ignore[operator]
-
-
-def choice_for(config: KernelConfig | None, shape: Shape, ranks: int, tokens: int, picker: Picker) -> Choice:
-    """An explicit configuration as it is; else the table's pick; else the built-in default."""
-    if config is not None:
-        return Choice(config)
-    found = picker.pick(shape, ranks, tokens)
-    return found.choice if found else Choice(KernelConfig())
-
-
-def error_line(error: MegamoeError) -> str:
-    return " ".join(str(error).split())

@@ -84,7 +84,8 @@ struct alignas(64) KernelParams {
     u32 flags;            // ParamFlags
     f32 clamp;            // valid with kHasClamp
     u32 smem_bytes;       // dynamic shared memory of the launch
-    u32 reserved[5];
+    u32 prefetch_blocks;  // K-blocks of its likely first tile that a CTA asks into L2 before it knows the counts; 0: none
+    u32 reserved[4];
 };
 static_assert(sizeof(KernelParams) % 64 == 0, "packed by the host as one blob");
 

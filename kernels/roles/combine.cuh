@@ -1,5 +1,6 @@
-// Combine: FP32 sum of a token's slots in ascending slot order, BF16 out. A warp takes 256 columns of one
-// token; the loads of up to eight slots are in flight before the first add.
+// Combine: FP32 sum of a token's slots in ascending slot order, BF16 out. A warp takes 512 columns of one
+// token, two 16-byte words a lane; the loads of up to eight slots of both are in flight before the first add
+// (HBM needs about 48 KB in flight per SM).
 #pragma once
 #include "finish.cuh"
 
@@ -7,7 +8,7 @@ namespace megamoe {
 
 template <class C>
 struct Combine {
-    static constexpr u32 kColumns = 256, kBatch = 8;
+    static constexpr u32 kPieces = 2, kColumns = kPieces * 256, kBatch = 8;
     const KernelParams& p;
     u32 warp, lane;   // math warp, lane
 
@@ -27,23 +28,35 @@ struct Combine {
         }
     }
 
-    // Columns past H (the last piece of an odd H) are read within the row's end and not stored.
+    // Columns past H (the last piece may overhang) are read from the row's start instead and not stored.
     MM_DEVICE void sum_columns(u32 token, u32 column, u32 used) const {
-        f32 sum[8] = {};
-        const u8* row = local_region<u8>(p, kCombine) + (static_cast<u64>(token) * p.hidden + (column < p.hidden ? column : 0)) * 2;
+        f32 sum[kPieces][8] = {};
+        const u8* base = local_region<u8>(p, kCombine) + static_cast<u64>(token) * p.hidden * 2;
         const u64 slot_stride = static_cast<u64>(p.capacity) * p.hidden * 2;
+        u32 at[kPieces];
+#pragma unroll
+        for (u32 c = 0; c < kPieces; ++c) at[c] = column + 256 * c < p.hidden ? (column + 256 * c) * 2 : 0;
         for (u32 first = 0; first < p.topk; first += kBatch) {
-            Vec4 rows[kBatch];
+            Vec4 rows[kBatch][kPieces];
 #pragma unroll
             for (u32 i = 0; i < kBatch; ++i)
-                if (used >> (first + i) & 1) rows[i] = hw::ld_vec4_streaming(row + (first + i) * slot_stride);
+                if (used >> (first + i) & 1)
+#pragma unroll
+                    for (u32 c = 0; c < kPieces; ++c) rows[i][c] = hw::ld_vec4_streaming(base + (first + i) * slot_stride + at[c]);
 #pragma unroll
             for (u32 i = 0; i < kBatch; ++i)
-                if (used >> (first + i) & 1) add(sum, rows[i]);
+                if (used >> (first + i) & 1)
+#pragma unroll
+                    for (u32 c = 0; c < kPieces; ++c) add(sum[c], rows[i][c]);
         }
-        if (column < p.hidden)
-            hw::st_vec4(reinterpret_cast<u8*>(p.y) + (static_cast<u64>(token) * p.hidden + column) * 2,
-                        {hw::cvt_bf16x2(sum[0], sum[1]), hw::cvt_bf16x2(sum[2], sum[3]), hw::cvt_bf16x2(sum[4], sum[5]), hw::cvt_bf16x2(sum[6], sum[7])});
+        u8* out = reinterpret_cast<u8*>(p.y) + static_cast<u64>(token) * p.hidden * 2;
+#pragma unroll
+        for (u32 c = 0; c < kPieces; ++c) {
+            const f32(&v)[8] = sum[c];
+            if (column + 256 * c < p.hidden)
+                hw::st_vec4(out + (column + 256 * c) * 2, {hw::cvt_bf16x2(v[0], v[1]), hw::cvt_bf16x2(v[2], v[3]),
+                                                           hw::cvt_bf16x2(v[4], v[5]), hw::cvt_bf16x2(v[6], v[7])});
+        }
     }
 
     MM_DEVICE void run() const {

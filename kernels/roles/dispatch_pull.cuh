@@ -129,20 +129,20 @@ struct DispatchPull {
 #pragma unroll 1
         for (u32 base = 0; base < items; base += 32 * kSideUnroll) {
             f32 value[kSideUnroll];
-            f32* out[kSideUnroll];
+            u32 out[kSideUnroll];   // element of l1_acts_sf: at most H/128 * P, far below 2^32
 #pragma unroll
             for (u32 i = 0; i < kSideUnroll; ++i) {
                 const u32 item = base + 32 * i + lane, row = item / groups, group = item - row * groups;
                 const Row r = broadcast(mine, row < rows ? row : 0);
-                out[i] = nullptr;
+                out[i] = kNoRow;
                 if (row < rows) {
                     value[i] = hw::ld_f32(peer_region<f32>(p, r.source, kXSf) + static_cast<u64>(r.token()) * groups + group);
-                    out[i] = to + static_cast<u64>(group) * p.pool_rows + r.pool_row;
+                    out[i] = group * p.pool_rows + r.pool_row;
                 }
             }
 #pragma unroll
             for (u32 i = 0; i < kSideUnroll; ++i)
-                if (out[i] != nullptr) hw::st_f32(out[i], value[i]);
+                if (out[i] != kNoRow) hw::st_f32(to + out[i], value[i]);
         }
         if (lane < rows) {
             const f32 weight = hw::ld_f32(peer_region<f32>(p, mine.source, kTopkWeights) + mine.token() * p.topk + mine.slot());
@@ -215,7 +215,7 @@ struct DispatchPull {
             issued += stores;
         }
     }
-    static constexpr u32 kNoRow = ~0u, kSideUnroll = 4;
+    static constexpr u32 kNoRow = ~0u, kSideUnroll = 2;
 
     MM_DEVICE void publish(u32 pool_row) const {
         hw::red_add_release<Scope::kGpu>(arrival_bank(p, kL1Arrival, epoch & 1) + pool_row / C::kBlockM, 1);

@@ -23,9 +23,23 @@ MM_DEVICE StreamShape stream_shape(const KernelParams& p, const ExpertTables<C>&
     return s;
 }
 
+// Weights do not depend on who routed what: while counts and rows travel, ask for the start of the tile this
+// CTA gets first if every expert has rows. Wrong guesses cost bandwidth nobody else uses yet.
+template <class C>
+MM_DEVICE void prefetch_first_tile(const KernelParams& p) {
+    hw::tma_prefetch_descriptor(&p.w13);
+    hw::tma_prefetch_descriptor(&p.w2);
+    const u32 columns = 2 * p.intermediate / C::kBlockN, expert = hw::cta_idx() / columns;
+    if (expert >= local_experts(p)) return;
+    const u32 row = expert * 2 * p.intermediate + hw::cta_idx() % columns * C::kBlockN, num_k = p.hidden / 128;
+    const u32 blocks = p.prefetch_blocks < num_k ? p.prefetch_blocks : num_k;
+    for (u32 k = 0; k < blocks; ++k) hw::tma_prefetch_2d(&p.w13, static_cast<i32>(k * 128), static_cast<i32>(row));
+}
+
 template <class C>
 MM_DEVICE void load_weights(const KernelParams& p, u8* smem, const CtaBarriers<C>& bars, u32 epoch) {
     using Plan = SharedPlan<C>;
+    prefetch_first_tile<C>(p);
     mbarrier_wait(p, bars.tables(), 0, kWaitTables, 0);
     const ExpertTables<C> tables(p, smem);
     TileStream<SharedWords, SharedWords, SharedWords> stream(stream_shape<C>(p, tables), SharedWords{tables.active_rows},

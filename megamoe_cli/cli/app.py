@@ -10,11 +10,15 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TextIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
 from megamoe_cli.settings import Settings, Value
+
+if TYPE_CHECKING:
+    from megamoe_cli.devlog.journal import Run
 
 
 @dataclass
@@ -25,6 +29,19 @@ class App:
     json: bool = False
     verbosity: int = 0
     color: str = "auto"
+    run: Run | None = None  # set by a command that really runs something: then the journal gets a line
+
+    def started(self, kind: str, results_dir: str | Path | None = None) -> None:
+        """From here on the command runs something: when it ends, the journal beside the run records gets a line."""
+        from megamoe_cli import paths
+        from megamoe_cli.devlog.journal import Run
+
+        self.run = Run(kind, Path(results_dir or self.settings.get("results_dir") or paths.results_dir()))
+
+    def evidence(self, **facts: Any) -> None:
+        """Facts for that line; ``record``: path of the run record."""
+        if self.run is not None:
+            self.run.facts.update(facts)
 
     def wants_color(self, stream: TextIO) -> bool:
         """--color wins; then NO_COLOR (any value but empty); then whether the stream is a terminal."""

@@ -54,19 +54,14 @@ def build_command(app: App, phases: tuple[str, ...], config: str, shape: str, ra
     """
     if quiet or verbose:
         app.verbosity = -1 if quiet else verbose
-    variant = KernelConfig.parse(config)
-    layer = parse_shape(shape)
-    names = list(dict.fromkeys(check_phase(p) for p in phases if p != "all")) if phases and "all" not in phases else list(PHASES)
-    targets = TARGETS if target == "all" else (target,)
-    requests = [BuildRequest(
-        phase, variant, to, layer, _one_rank_count(ranks), flavour="checked" if checked and to == "emulator" else "plain",
-        force=force, allow_spills=allow_spills, strict=strict, options=nvrtc_options if to == "sm_90a" else ())
-        for to in targets for phase in names]
+    requests = requests_of({"phases": phases, "config": config, "shape": shape, "ranks": ranks, "target": target, "checked": checked,
+                            "force": force, "allow_spills": allow_spills, "strict": strict, "nvrtc_options": nvrtc_options})
     ready = [prepare(request) for request in requests]
     if explain:
         return _explain(app, ready[0].config, ready[0].smem)
     if dry_run:
         return _dry_run(app, ready)
+    app.started("build")
     start = time.perf_counter()
     outcomes = _build_with_progress(app, requests, jobs, ready[0].config.name())
     seconds = time.perf_counter() - start
@@ -77,6 +72,20 @@ def build_command(app: App, phases: tuple[str, ...], config: str, shape: str, ra
 
         print_build(app, outcomes, seconds)
     return _finish(app, outcomes)
+
+
+def requests_of(values: dict[str, Any]) -> list[BuildRequest]:
+    """What these options (names of this command's parameters) ask to be built."""
+    variant = KernelConfig.parse(values["config"])
+    layer = parse_shape(values["shape"])
+    phases, target = values["phases"], values["target"]
+    names = list(dict.fromkeys(check_phase(p) for p in phases if p != "all")) if phases and "all" not in phases else list(PHASES)
+    targets = TARGETS if target == "all" else (target,)
+    return [BuildRequest(
+        phase, variant, to, layer, _one_rank_count(values["ranks"]),
+        flavour="checked" if values["checked"] and to == "emulator" else "plain", force=values["force"],
+        allow_spills=values["allow_spills"], strict=values["strict"], options=values["nvrtc_options"] if to == "sm_90a" else ())
+        for to in targets for phase in names]
 
 
 def _one_rank_count(text: str) -> int:

@@ -5,6 +5,7 @@ Commands are loaded only when they are run, so that ``megamoe --help`` needs cli
 
 from __future__ import annotations
 
+import errno
 import importlib
 import importlib.util
 import os
@@ -28,8 +29,17 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "test": ("megamoe_cli.cli.test_cmd", "test_command", "Prove the phases right on N ranks, on a GPU or the emulator."),
     "bench": ("megamoe_cli.cli.bench_cmd", "bench_command", "Time the kernel on one GPU beside its floors."),
     "trace": ("megamoe_cli.cli.trace_cmd", "trace_command", "Count where the kernel's cycles go, on one GPU."),
+    "tune": ("megamoe_cli.cli.tune_cmd", "tune_command", "Find the fastest configuration for each load; write a table."),
+    "table": ("megamoe_cli.cli.table_cmd", "table_command", "Look into heuristic tables: which configuration, and why."),
+    "remote": ("megamoe_cli.cli.remote_cmd", "remote_command", "Do it on another machine, through ssh; leave nothing there."),
+    "ci": ("megamoe_cli.cli.ci_cmd", "ci_command", "Build, test on 1, 2 and 8 ranks, maybe gate times; one verdict."),
+    "log": ("megamoe_cli.cli.log_cmd", "log_command", "Write, show and check entries of the development log."),
     "doctor": ("megamoe_cli.cli.doctor_cmd", "doctor_command", "Say what this machine can run, and what it lacks."),
 }
+
+
+# What a full or read-only disk says: the machine's fault, not ours.
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 class Terminated(BaseException):
@@ -128,8 +138,19 @@ def _report(app: App, message: str, code: int, hint: str | None = None, rule: st
 
 def main(args: Sequence[str] | None = None) -> int:
     """Runs a command line and returns its exit code; every way out of the program passes here."""
-    arguments = list(sys.argv[1:] if args is None else args)
     app = App()
+    code = _main(list(sys.argv[1:] if args is None else args), app)
+    if app.run is not None:
+        from megamoe_cli.devlog import journal
+
+        try:
+            journal.finish(app.run, code)
+        except OSError as error:
+            app.warn(f"the journal in {app.run.results_dir} did not get its line: {error.strerror or error}")
+    return code
+
+
+def _main(arguments: list[str], app: App) -> int:
     # Errors of parsing come before the options are known; what was asked for is visible all the same.
     app.json = "--json" in arguments
     previous = None
@@ -165,6 +186,8 @@ def main(args: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in _DISK:
+            return _report(app, f"{error.filename or 'a file'} cannot be written: {error.strerror}", ExitCode.ENVIRONMENT)
         if app.verbosity > 0:
             traceback.print_exc()
         return _report(app, f"internal: {type(error).__name__}: {error}", ExitCode.BUG,

@@ -65,7 +65,7 @@ def test_command(ctx: click.Context, **values: Any) -> int:
     app: App = ctx.obj
     if "list" in values["case_ids"]:
         return _list_named(app)
-    cases = _cases(ctx, values)
+    cases = selected_cases(ctx, values)
     if values["dry_run"]:
         return _list(app, cases)
     return _Run(ctx, app, cases, values).execute()
@@ -75,7 +75,8 @@ def test_command(ctx: click.Context, **values: Any) -> int:
 _SWEEP_OPTIONS = ("ranks", "tokens", "tokens_per_rank", "capacity", "shape", "routing", "clamp", "repeat")
 
 
-def _cases(ctx: click.Context, values: dict[str, Any]) -> list[Case]:
+def selected_cases(ctx: click.Context, values: dict[str, Any]) -> list[Case]:
+    """The cases that these options (of a context of this command) name, checked; starts nothing."""
     from click.core import ParameterSource
 
     flags = {name for name in values if ctx.get_parameter_source(name) == ParameterSource.COMMANDLINE}
@@ -176,6 +177,7 @@ class _Run:
             self.choices = preflight(cases, values["backend"])
             self.run_id = new_run_id("test")
             self.folder = make_run_dir(values["results_dir"] or paths.results_dir(), self.run_id)
+            app.started("test", self.folder.parent)
 
     def execute(self) -> int:
         from megamoe_cli.report.progress import Progress
@@ -221,6 +223,10 @@ class _Run:
         done = run_cases(cases, backend=choice.name, ranks=ranks, timeout_s=self.values["timeout"], on_result=on_result,
                          on_stage=progress.stage, jobs=jobs, env=worker_env(jobs))
         self.interrupted = getattr(done, "interrupted", None)
+        if self.interrupted is not None:
+            for case_id, (stage, since) in progress.running.items():
+                self.app.warn(f"stopped during {case_id}{f' ({stage})' if stage else ''}, {time.monotonic() - since:.0f} s after "
+                              "it began")
 
     def _exit_code(self) -> int:
         if self.interrupted is not None:
@@ -235,6 +241,7 @@ class _Run:
         seconds = time.monotonic() - self.started
         document = run_document(self.run_id, self.cases, self.results, seconds, code, self.origins, self.interrupted)
         write_record(self.folder, document, self.cases, self.results)
+        self.app.evidence(record=self.folder / "results.json")
         if self.values["junit"]:
             write_text(self.values["junit"], junit_xml(self.cases, self.results))
         if not show:

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """The far side of ``megamoe remote``: starts one command and makes sure that nothing of it stays.
 
-Runs as a script, by path, maybe inside a container, with the standard library only (Python >= 3.8): it must work where
-nothing is installed. What it knows lies below STATE/jobs/JOB: ``job.json`` (what was started, by whom, where),
+Runs as a script, by path, maybe inside a container, with the standard library only: it must work where nothing is
+installed yet. What it knows lies below STATE/jobs/JOB: ``job.json`` (what was started, by whom, where),
 ``end.json`` (how it ended), ``results/`` and, for a detached job, ``stdout`` and ``stderr``.
 
 Every process of a job carries a token in its environment. A job ends in one of these ways, and each ends with a search
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import hashlib
 import json
 import os
 import select
@@ -24,90 +23,16 @@ import subprocess
 import sys
 import time
 
-TOKEN = "MEGAMOE_PROCESS_TOKEN"
+if __name__ == "__main__":  # the tree it came with, not the folder it lies in
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from megamoe_cli.processes import TOKEN, token_pids  # noqa: E402
+from megamoe_cli.remote.far_processes import birth, descendants, kill_all, send, token_of  # noqa: E402
+
 KEEP_JOBS = 20  # ended jobs whose folders stay
 _SUBREAPER = 36  # prctl: orphans below us become our children, so that they can be found
-_SETTLE_S = 10.0  # how long killed processes may take to go
+_SETTLE_S = 10.0  # how long an agent may take to end its job
 _TICK_S = 0.1
-
-
-# ---- processes ----
-
-
-def token_of(state, job=""):
-    """Token of one job, or the prefix of the tokens of all jobs of this state folder."""
-    return f"megamoe-remote/{hashlib.sha256(os.path.realpath(state).encode()).hexdigest()[:16]}/{job}"
-
-
-def stat_fields(pid):
-    """Fields of /proc/PID/stat after the name (state, parent, group, ...), or None when it is gone."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as stream:
-            return stream.read().rpartition(b")")[2].decode().split()
-    except OSError:
-        return None
-
-
-def birth(pid):
-    """Start time of a live process: with its number it names one process even after the number is used again."""
-    fields = stat_fields(pid)
-    return fields[19] if fields and fields[0] not in "ZX" else None
-
-
-def token_pids(token):
-    """Live processes whose environment carries ``token`` or one below it. Not this process."""
-    needle, found = f"{TOKEN}={token}".encode(), []
-    for entry in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            with open(f"/proc/{entry}/environ", "rb") as stream:
-                if int(entry) != os.getpid() and any(v.startswith(needle) for v in stream.read().split(b"\0")):
-                    found.append(int(entry))
-        except OSError:
-            continue  # gone, a zombie, or another user's
-    return found
-
-
-def descendants(root):
-    """Live processes below ``root``. A subreaper finds orphans that changed session and environment this way too."""
-    below = {}
-    for entry in filter(str.isdigit, os.listdir("/proc")):
-        fields = stat_fields(entry)
-        if fields and fields[0] not in "ZX":
-            below.setdefault(int(fields[1]), []).append(int(entry))
-    found, todo = [], [root]
-    while todo:
-        children = below.get(todo.pop(), [])
-        found += children
-        todo += children
-    return found
-
-
-def send(pid, sig):
-    try:
-        os.kill(pid, sig)
-    except (ProcessLookupError, PermissionError):
-        pass
-
-
-def kill_all(find, grace_s, head=None):
-    """Ends what ``find()`` lists: SIGTERM (to ``head`` alone when given: it knows how to end the rest), up to
-    ``grace_s`` seconds, SIGKILL. Returns (how many, those that stay)."""
-    seen = set(find())
-    if grace_s > 0:
-        for pid in seen if head is None else [head]:
-            send(pid, signal.SIGTERM)
-        until = time.monotonic() + grace_s
-        while time.monotonic() < until and find():
-            time.sleep(0.05)
-    until = time.monotonic() + _SETTLE_S
-    while True:
-        left = find()
-        seen.update(left)
-        for pid in left:
-            send(pid, signal.SIGKILL)
-        if not left or time.monotonic() > until:
-            return len(seen), left
-        time.sleep(0.02)
 
 
 # ---- jobs ----
@@ -264,7 +189,7 @@ def run(args):
         signal.signal(sig, stop.on_signal)
     ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
     guard, pipe = start_guard(job, args.grace)
-    env = {**os.environ, **dict(item.split("=", 1) for item in args.env), TOKEN: job.token}
+    env = {**os.environ, **own_environment(job), **dict(item.split("=", 1) for item in args.env), TOKEN: job.token}
     streams = {}
     if args.detached:
         streams = {name: open(os.path.join(job.folder, name), "wb") for name in ("stdout", "stderr")}
@@ -292,6 +217,13 @@ def run(args):
     os.write(pipe, b"x")
     os.waitpid(guard, 0)
     return code
+
+
+def own_environment(job):
+    """Where things lie on this side. LC_ALL: messages and file names are read by a program, whatever the box speaks."""
+    place = lambda name: os.path.join(job.state, name)  # noqa: E731
+    return {"PYTHONPATH": place("tree"), "PYTHONUNBUFFERED": "1", "LC_ALL": "C.UTF-8", "MEGAMOE_CACHE_DIR": place("cache"),
+            "MEGAMOE_PREBUILT": place("prebuilt"), "MEGAMOE_RESULTS_DIR": os.path.join(job.folder, "results")}
 
 
 def wait_for(child, args, stop, start):
@@ -400,6 +332,7 @@ def main(words):
     two.add_argument("--all", action="store_true")
     commands.add_parser("status")
     commands.add_parser("follow").add_argument("job")
+    commands.add_parser("token").add_argument("job")
     for command in commands.choices.values():
         command.add_argument("--state", required=True)
         command.add_argument("--grace", type=float, default=2.0)
@@ -408,6 +341,9 @@ def main(words):
     if args.what == "run":
         args.command = args.command[args.command[:1] == ["--"]:]
         args.cwd = os.path.abspath(args.cwd)
+    if args.what == "token":
+        print(token_of(args.state, args.job))
+        return 0
     return {"run": run, "reap": reap, "status": status, "follow": follow}[args.what](args)
 
 

@@ -108,7 +108,7 @@ def local_sources() -> tuple[Path, list[str]]:
 def sync(target: Target, *, dry_run: bool = False) -> tuple[list[str], Path]:
     """(command, folder to start it in). What is gone here goes there, below the folders that travel."""
     root, names = local_sources()
-    options = ["-R", "--delete", "--delete-excluded", "--out-format=%o %l %n", *(f"--exclude={name}" for name in EXCLUDED)]
+    options = ["-R", "--delete", "--out-format=%o %l %n", *(f"--exclude={name}" for name in EXCLUDED)]
     if dry_run:
         options.append("-n")
     return rsync(target, options, [f"./{name}" for name in names], f"{target.host}:{Place.of(target).host}/tree/"), root
@@ -130,14 +130,9 @@ def agent(target: Target, words: Sequence[str]) -> list[str]:
 
 
 def environment(target: Target, *, remote_compiler: bool, more: Mapping[str, str]) -> dict[str, str]:
-    """Variables of the far command. The target's own win."""
-    place = Place.of(target)
-    env = {
-        "PYTHONPATH": f"{place.inside}/tree", "MEGAMOE_CACHE_DIR": f"{place.inside}/cache", "PYTHONUNBUFFERED": "1",
-        # messages and file names are read here, in whatever language the box speaks
-        "LC_ALL": "C.UTF-8", "MEGAMOE_PREBUILT": f"{place.inside}/prebuilt"}  # fmt: skip
-    if remote_compiler:
-        env["MEGAMOE_REMOTE_COMPILER"] = "1"
+    """Variables of the far command beyond those the agent sets (where its tree, cache, cubins and results lie). The
+    target's own win."""
+    env = {"MEGAMOE_REMOTE_COMPILER": "1"} if remote_compiler else {}
     if target.gpus != "all":
         env["CUDA_VISIBLE_DEVICES"] = "" if target.gpus == "none" else target.gpus
     return {**env, **more, **target.env}

@@ -128,11 +128,13 @@ def call(what: str, command: Sequence[str], *, timeout_s: float, cwd: Path | Non
 class Attached:
     """A job in the foreground: its output is ours, its stdin carries our heartbeat.
 
-    Ctrl-C once is passed on (the command finishes what it is at), twice ends it.
+    Ctrl-C once is passed on (the command finishes what it is at), twice ends it. With ``lets_go`` it only ends the
+    connection: the job is not ours to end.
     """
 
     step: Step
     timeout_s: float | None
+    lets_go: bool = False
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=_TAIL))
     interrupts: int = 0
 
@@ -145,7 +147,7 @@ class Attached:
         previous = self._catch(process)
         try:
             beat = 0.0
-            while process.poll() is None:
+            while process.poll() is None and not (self.lets_go and self.interrupts):
                 now = time.monotonic()
                 if self.timeout_s is not None and now - start > self.timeout_s:
                     raise TimedOut(f"no answer within {self.timeout_s:g} s")
@@ -189,6 +191,8 @@ class Attached:
         assert process.stderr is not None
         for raw in process.stderr:
             line = raw.decode(errors="replace").rstrip("\r\n")
+            if line.startswith("record: "):
+                continue  # a path over there; what is fetched gets a line of its own
             self.tail.append(line)
             print(line, file=sys.stderr, flush=True)
 
@@ -198,7 +202,8 @@ class Attached:
 
         def on_interrupt(number: int, frame: Any) -> None:
             self.interrupts += 1
-            self._say(process, b"i" if self.interrupts == 1 else b"t")
+            if not self.lets_go:
+                self._say(process, b"i" if self.interrupts == 1 else b"t")
 
         return signal.signal(signal.SIGINT, on_interrupt)
 

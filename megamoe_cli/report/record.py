@@ -37,6 +37,14 @@ def source_state() -> dict[str, Any]:
         if commit is not None:
             state["commit"] = commit
             state["dirty"] = bool(_git(root, "status", "--porcelain"))
+    elif sent := os.environ.get("MEGAMOE_SOURCE_STATE"):
+        # A tree sent by megamoe remote has no repository; what its sender said holds while the sources are the same.
+        try:
+            said = json.loads(sent)
+        except ValueError:
+            said = {}
+        if said.get("kernel_sources") == state["kernel_sources"]:
+            state.update({key: said[key] for key in ("commit", "dirty") if key in said})
     return state
 
 

@@ -70,12 +70,15 @@ TMA = """
     hw::bulk_wait_read<1>();
     hw::bulk_wait<0>();
     hw::bulk_prefetch_l2(out, 128);
+    hw::tma_prefetch_2d(&map, 0, 0);
 """
 
 WARP_MATH = """
     u32 w = hw::shfl(hw::ld_u32(out), 1) + hw::shfl_xor(2, 1) + hw::shfl_up(3, 1) + hw::ballot(true) + hw::all(true) + hw::any(false);
     f32 f = hw::shfl_xor_f32(hw::ld_f32(fout), 2);
     if (hw::elect_one()) f = hw::exp2_approx(f) + hw::rcp_approx(f) + hw::div_exact(f, 3.f) + hw::exp_exact(f) + hw::fma(f, f, f);
+    f = hw::min_nan(f, 1.f) + hw::max_nan(f, 0.f) + hw::max_f32(hw::abs_f32(f), 2.f);
+    w += hw::uniform(w) + hw::popcount(w);
     w += hw::cvt_e4m3x2(f, f) + hw::cvt_bf16x2(f, f) + hw::f32_to_bits(hw::bits_to_f32(w)) + hw::byte_perm(w, w, 0x3210);
     hw::st_u32(out, w);
 """

@@ -22,20 +22,19 @@ std::unique_ptr<AsyncOp> make_op(AsyncOp::Kind kind, Thread& t, Cta& cta, const 
     if (g_engine->options.races) {
         op->agent = cta.first_tma_agent + cta.next_tma++ % Cta::kTmaAgents;
         op->epoch = g_engine->agents.next(op->agent);
-        op->clock = t.warp->clock;
-        hb_tick(*t.warp);
+        hb_publish(op->clock, t);
     }
     return op;
 }
 
 // The mbarrier must be one the issuing thread can know about, in the target CTA.
-void check_barrier(Cta& cta, u32 offset, const Where& where, const Warp& issuer) {
+void check_barrier(Cta& cta, u32 offset, const Where& where, const Thread& issuer) {
     auto it = cta.mbarriers.find(offset);
     if (it == cta.mbarriers.end()) g_engine->fatal("mbarrier", where, format("smem+%u of CTA %u is not an initialised mbarrier", offset, cta.index));
     const Mbarrier& b = it->second;
     if (!b.fenced)
         g_engine->report("race", where, format("mbarrier at smem+%u (initialised at %s:%d) was not made visible to the async proxy: fence_mbarrier_init missing", offset, b.init.file, b.init.line));
-    if (!issuer.clock.empty() && b.init_agent != issuer.agent && issuer.clock.all[b.init_agent] < b.init_epoch)
+    if (!knows_init(issuer, b))
         g_engine->report("race", where, format("mbarrier at smem+%u of CTA %u is used, but its initialisation at %s:%d is not ordered before this", offset, cta.index, b.init.file, b.init.line));
 }
 
@@ -162,7 +161,7 @@ void tma_load_2d(void* dst, const TensorMap* map, u64* bar, i32 c0, i32 c1, u32 
         Cta& target = multicast ? *cluster.ctas[c] : self;
         if (multicast ? !(cta_mask >> c & 1u) : c != 0) continue;
         if (target.live == 0) e.fatal("cluster", where, format("multicast to CTA %u of the cluster, which has exited", c));
-        check_barrier(target, barrier, where, *t.warp);
+        check_barrier(target, barrier, where, t);
         auto op = make_op(AsyncOp::kTensorLoad, t, target, where);
         op->smem = target.smem + offset;
         op->smem_bytes = bytes;
@@ -184,7 +183,7 @@ void bulk_load(void* dst, const void* src, u32 bytes, u64* bar, const char* file
     check_bulk(src, dst, bytes, where, "bulk_load");
     smem_offset(self, dst, bytes, where, "bulk_load");
     const u32 barrier = smem_offset(self, bar, 8, where, "bulk_load mbarrier");
-    check_barrier(self, barrier, where, *t.warp);
+    check_barrier(self, barrier, where, t);
     check_global_range(src, bytes, false, where, "bulk_load");
     ++e.stats.bulk_copies;
     auto op = make_op(AsyncOp::kBulkLoad, t, self, where);
@@ -243,8 +242,8 @@ void bulk_wait(u32 pending, bool read_only, const char* file, int line) {
     };
     while (busy()) g_engine->block(t, WaitKind::kBulk, where, pending, read_only);
     for (size_t i = 0; i < n; ++i) {
-        t.warp->clock.join(t.bulk_groups[i]->read_clock);
-        if (!read_only) t.warp->clock.join(t.bulk_groups[i]->write_clock);
+        t.clock.join(t.bulk_groups[i]->read_clock);
+        if (!read_only) t.clock.join(t.bulk_groups[i]->write_clock);
     }
     if (!read_only) t.bulk_groups.erase(t.bulk_groups.begin(), t.bulk_groups.begin() + static_cast<long>(n));
 }

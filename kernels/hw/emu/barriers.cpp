@@ -12,12 +12,8 @@ namespace {
 // Everyone who waited learns what everyone who arrived did.
 void release_waiters(std::vector<Thread*>& waiters, const Clock& clock) {
     Engine& e = *g_engine;
-    Warp* last = nullptr;
     for (Thread* t : waiters) {
-        if (t->warp != last) {
-            t->warp->clock.join(clock);
-            last = t->warp;
-        }
+        t->clock.join(clock);
         e.wake(*t);
     }
     waiters.clear();
@@ -39,8 +35,7 @@ void named_barrier(u32 id, u32 threads, bool wait, const Where& where) {
         e.fatal("barrier", where, format("barrier %u: this thread expects %u threads, the first to arrive (%s:%d) expects %u", id,
                                          threads, b.first.file, b.first.line, b.expected));
     }
-    b.clock.join(t.warp->clock);
-    hb_tick(*t.warp);
+    hb_publish(b.clock, t);
     ++b.arrived;
     if (b.arrived < b.expected) {
         if (!wait) return;
@@ -50,7 +45,7 @@ void named_barrier(u32 id, u32 threads, bool wait, const Where& where) {
     }
     b.arrived = 0;
     release_waiters(b.waiters, b.clock);
-    if (wait) t.warp->clock.join(b.clock);
+    if (wait) t.clock.join(b.clock);
     b.clock.clear();
 }
 
@@ -78,8 +73,7 @@ Mbarrier& use(Thread& t, Cta& cta, u64* bar, const Where& where, u32& offset, co
     offset = smem_offset(cta_of(t), bar, 8, where, what);
     if (offset % 8 != 0) g_engine->fatal("misaligned", where, format("mbarrier at smem+%u is not 8-byte aligned", offset));
     Mbarrier& b = find(cta, offset, where);
-    const auto& known = t.warp->clock.all;
-    if (!known.empty() && b.init_agent != t.warp->agent && known[b.init_agent] < b.init_epoch)
+    if (!knows_init(t, b))
         g_engine->report("race", where, format("mbarrier at smem+%u is used, but its initialisation at %s:%d by warp %u is not ordered before this", offset,
                                                b.init.file, b.init.line, b.init_warp));
     return b;
@@ -112,6 +106,11 @@ void arrive(Mbarrier& b, u32 offset, const Where& where) {
 
 }  // namespace
 
+bool knows_init(const Thread& t, const Mbarrier& b) {
+    if (t.clock.empty() || (b.init_agent == t.warp->agent && b.init_lane == t.lane)) return true;
+    return t.clock.covers(b.init_agent, 1u << b.init_lane, b.init_epoch);
+}
+
 void bar_sync(u32 id, u32 threads, const char* file, int line) { named_barrier(id, threads, true, MM_HERE); }
 void bar_arrive(u32 id, u32 threads, const char* file, int line) { named_barrier(id, threads, false, MM_HERE); }
 
@@ -121,8 +120,7 @@ void cluster_arrive(const char* file, int line) {
     if (t.cluster_arrived) g_engine->fatal("barrier", MM_HERE, "cluster_arrive twice without cluster_wait");
     t.cluster_arrived = true;
     t.cluster_phase = c.phase;
-    c.clock.join(t.warp->clock);
-    hb_tick(*t.warp);
+    hb_publish(c.clock, t);
     if (++c.arrived == cluster_live(c)) finish_cluster_phase(c);
 }
 
@@ -136,7 +134,7 @@ void cluster_wait(const char* file, int line) {
         g_engine->block(t, WaitKind::kClusterBarrier, where, c.arrived, cluster_live(c));
     }
     t.cluster_arrived = false;
-    t.warp->clock.join(c.done_clock);
+    t.clock.join(c.done_clock);
 }
 
 // The barrier waits for the threads of the cluster that have not exited.
@@ -147,7 +145,7 @@ void cluster_thread_exit(Cta& cta) {
 
 void fence_proxy_async(Proxy space) {
     Thread& t = enter();
-    t.warp->clock.proxy_fence(space != Proxy::kGlobal, space != Proxy::kShared);
+    hb_proxy_fence(t, space != Proxy::kGlobal, space != Proxy::kShared);
     if (space != Proxy::kGlobal) fence_mbarrier_init();
 }
 
@@ -169,7 +167,8 @@ void mbarrier_init(u64* bar, u32 arrivals, const char* file, int line) {
     b.count = b.pending = arrivals;
     b.init_warp = t.warp->index;
     b.init_agent = t.warp->agent;
-    b.init_epoch = t.warp->clock.empty() ? 0 : t.warp->clock.all[t.warp->agent];
+    b.init_lane = t.lane;
+    b.init_epoch = t.epoch;
     b.init = where;
     mark_written(bar, 8);
 }
@@ -180,8 +179,7 @@ void mbarrier_arrive(u64* bar, const char* file, int line) {
     g_engine->maybe_preempt(t, 8);
     u32 offset;
     Mbarrier& b = use(t, cta_of(t), bar, where, offset, "mbarrier.arrive");
-    b.cta_now.join(t.warp->clock);
-    hb_tick(*t.warp);
+    hb_publish(b.cta_now, t);
     arrive(b, offset, where);
 }
 
@@ -193,8 +191,7 @@ void mbarrier_arrive_expect_tx(u64* bar, u32 bytes, const char* file, int line) 
     Mbarrier& b = use(t, cta_of(t), bar, where, offset, "mbarrier.arrive.expect_tx");
     b.tx += bytes;
     check_tx(b, offset, where);
-    b.cta_now.join(t.warp->clock);
-    hb_tick(*t.warp);
+    hb_publish(b.cta_now, t);
     arrive(b, offset, where);
 }
 
@@ -208,8 +205,7 @@ void mbarrier_arrive_cluster(u64* bar, u32 cta, const char* file, int line) {
     if (target.live == 0) g_engine->fatal("cluster", where, format("CTA %u of the cluster has exited", cta));
     u32 offset;
     Mbarrier& b = use(t, target, bar, where, offset, "mbarrier.arrive (cluster)");
-    b.cluster_now.join(t.warp->clock);
-    hb_tick(*t.warp);
+    hb_publish(b.cluster_now, t);
     arrive(b, offset, where);
 }
 
@@ -233,8 +229,8 @@ bool mbarrier_try_wait(u64* bar, u32 parity, bool cluster_scope, const char* fil
         if ((b.phase & 1u) == parity) return false;
     }
     t.num_polls = 0;
-    t.warp->clock.join(b.cta_done);
-    if (cluster_scope) t.warp->clock.join(b.cluster_done);
+    t.clock.join(b.cta_done);
+    if (cluster_scope) t.clock.join(b.cluster_done);
     return true;
 }
 

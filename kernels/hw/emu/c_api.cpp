@@ -16,7 +16,7 @@ using namespace megamoe::emu;
 
 namespace {
 
-constexpr unsigned kApiVersion = 1;
+constexpr unsigned kApiVersion = 2;
 
 thread_local std::string g_error;
 std::mutex g_run_mutex;  // one run at a time: the running thread and engine are globals
@@ -24,13 +24,15 @@ StackPool g_stacks;
 
 struct Program {
     std::vector<StreamOp> ops[32];
-    u64 start_delay[32] = {};
+    u64 start_delay[32] = {}, stop_after[32] = {};
+    u32 slow[32] = {};
     unsigned ranks = 0;
     struct RegionSpec {
         u64 address, bytes;
         int rank;
         std::string name;
         bool symmetric, initialised;
+        bool undefined = false;  // some of it is declared never written on the way
     };
     std::vector<RegionSpec> regions;
     RegionMap overlap_check;
@@ -131,12 +133,26 @@ int mm_emu_start_delay(void* program, unsigned rank, u64 ns) {
     return 0;
 }
 
+int mm_emu_slow(void* program, unsigned rank, unsigned one_in) {
+    auto* p = static_cast<Program*>(program);
+    if (rank >= p->ranks) return fail(format("rank %u of %u", rank, p->ranks));
+    p->slow[rank] = one_in;
+    return 0;
+}
+
+int mm_emu_stop_after(void* program, unsigned rank, u64 slices) {
+    auto* p = static_cast<Program*>(program);
+    if (rank >= p->ranks) return fail(format("rank %u of %u", rank, p->ranks));
+    p->stop_after[rank] = slices;
+    return 0;
+}
+
 int mm_emu_add_region(void* program, u64 address, u64 bytes, int rank, const char* name, int symmetric, int initialised) {
     auto* p = static_cast<Program*>(program);
     if (rank < -1 || rank >= static_cast<int>(p->ranks)) return fail(format("region '%s': rank %d of %u", name, rank, p->ranks));
     const std::string why = p->overlap_check.add(address, bytes, rank, name, symmetric, initialised);
     if (!why.empty()) return fail(why);
-    p->regions.push_back({address, bytes, rank, name, symmetric != 0, initialised != 0});
+    p->regions.push_back({address, bytes, rank, name, symmetric != 0, initialised != 0, false});
     return 0;
 }
 
@@ -152,6 +168,12 @@ int mm_emu_copy(void* program, unsigned rank, u64 dst, u64 src, u64 bytes) {
 }
 int mm_emu_fill(void* program, unsigned rank, u64 dst, unsigned value, u64 bytes) {
     return add_op(program, rank, StreamOp{StreamOp::kFill, reinterpret_cast<void*>(dst), nullptr, bytes, static_cast<u8>(value), nullptr, {}, 0, 0, 0});
+}
+int mm_emu_undefine(void* program, unsigned rank, u64 dst, u64 bytes) {
+    auto* p = static_cast<Program*>(program);
+    for (auto& r : p->regions)
+        if (dst < r.address + r.bytes && r.address < dst + bytes) r.undefined = true;
+    return add_op(program, rank, StreamOp{StreamOp::kUndefine, reinterpret_cast<void*>(dst), nullptr, bytes, 0, nullptr, {}, 0, 0, 0});
 }
 int mm_emu_launch(void* program, unsigned rank, void* kernel, const void* params, u64 params_bytes, unsigned grid, unsigned smem_bytes) {
     const auto* k = static_cast<const Kernel*>(kernel);
@@ -180,6 +202,8 @@ int mm_emu_run(void* program, const mm_emu_options* options) {
     o.resident_ctas = options->resident_ctas;
     o.max_findings = options->max_findings == 0 ? 32 : options->max_findings;
     o.max_slices = options->max_slices;
+    o.mutant = options->mutant;
+    if (options->jump_ns != 0) engine.jump_ns_ = options->jump_ns;
     o.wall_limit_s = options->wall_limit_s;
     p->findings.clear();
     p->stats = Stats{};
@@ -188,13 +212,15 @@ int mm_emu_run(void* program, const mm_emu_options* options) {
     engine.streams.resize(p->ranks);
     for (unsigned r = 0; r < p->ranks; ++r) {
         engine.streams[r].ops = p->ops[r];
+        engine.streams[r].slow = p->slow[r];
+        engine.streams[r].stop_after = p->stop_after[r];
         engine.streams[r].start_delay = p->start_delay[r] == 0 ? 0 : engine.clock + p->start_delay[r];
         for (const StreamOp& op : p->ops[r])
             if (op.kind == StreamOp::kLaunch && o.resident_ctas != 0 && o.resident_ctas < op.kernel->cluster)
                 return fail(format("resident_ctas %u is less than the cluster size %u", o.resident_ctas, op.kernel->cluster));
     }
     try {
-        for (const auto& r : p->regions) engine.regions.add(r.address, r.bytes, r.rank, r.name.c_str(), r.symmetric, r.initialised);
+        for (const auto& r : p->regions) engine.regions.add(r.address, r.bytes, r.rank, r.name.c_str(), r.symmetric, r.initialised, false, r.undefined);
         g_engine = &engine;
         FaultGuard guard(engine);
         engine.run();
@@ -226,7 +252,7 @@ int mm_emu_get_finding(void* program, unsigned index, mm_emu_finding* out) {
 void mm_emu_get_stats(void* program, mm_emu_stats* out) {
     auto* p = static_cast<Program*>(program);
     const Stats& s = p->stats;
-    *out = mm_emu_stats{s.slices, s.switches, s.wgmmas, s.tensor_loads, s.bulk_copies, s.idle_rounds, s.launches, p->virtual_ns, p->seconds};
+    *out = mm_emu_stats{s.slices, s.switches, s.wgmmas, s.tensor_loads, s.bulk_copies, s.idle_rounds, s.launches, s.mutant_hits, p->virtual_ns, p->seconds};
 }
 
 }

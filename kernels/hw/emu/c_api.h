@@ -22,8 +22,9 @@ struct mm_emu_options {
     megamoe::u32 uninit;         // report reads of bytes never written (checked kernels)
     megamoe::u32 resident_ctas;  // per rank; 0 = all
     megamoe::u32 max_findings;
-    megamoe::u32 reserved;
+    megamoe::u32 mutant;         // the fault hw::mutant() switches on; 0 = none
     megamoe::u64 max_slices;     // 0 = no limit
+    megamoe::u64 jump_ns;        // first jump of the clock when nothing can run; 0 = 1 s
     double wall_limit_s;         // 0 = no limit
 };
 
@@ -34,7 +35,7 @@ struct mm_emu_finding {
 };
 
 struct mm_emu_stats {
-    megamoe::u64 slices, switches, wgmmas, tensor_loads, bulk_copies, idle_rounds, launches, virtual_ns;
+    megamoe::u64 slices, switches, wgmmas, tensor_loads, bulk_copies, idle_rounds, launches, mutant_hits, virtual_ns;
     double seconds;
 };
 
@@ -53,9 +54,12 @@ void mm_emu_kernel_close(void* kernel);
 void* mm_emu_program_new(unsigned ranks);
 void mm_emu_program_free(void* program);
 int mm_emu_start_delay(void* program, unsigned rank, megamoe::u64 ns);
+int mm_emu_slow(void* program, unsigned rank, unsigned one_in);            // runs one time in so many when others could
+int mm_emu_stop_after(void* program, unsigned rank, megamoe::u64 slices);  // dies after so many turns of its warps; 0 = never
 int mm_emu_add_region(void* program, megamoe::u64 address, megamoe::u64 bytes, int rank, const char* name, int symmetric, int initialised);
 int mm_emu_copy(void* program, unsigned rank, megamoe::u64 dst, megamoe::u64 src, megamoe::u64 bytes);
 int mm_emu_fill(void* program, unsigned rank, megamoe::u64 dst, unsigned value, megamoe::u64 bytes);
+int mm_emu_undefine(void* program, unsigned rank, megamoe::u64 dst, megamoe::u64 bytes);  // counts as never written from here on
 int mm_emu_launch(void* program, unsigned rank, void* kernel, const void* params, megamoe::u64 params_bytes, unsigned grid, unsigned smem_bytes);
 int mm_emu_run(void* program, const mm_emu_options* options);
 void mm_emu_stop(void* program);  // from another thread

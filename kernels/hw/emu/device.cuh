@@ -40,6 +40,8 @@ MM_DEVICE u64 global_timer_ns() { return emu::global_timer_ns(); }
 MM_DEVICE u32 clock_cycles() { return static_cast<u32>(emu::global_timer_ns()); }
 MM_DEVICE u32 dynamic_smem_bytes() { return emu::dynamic_smem_bytes(); }
 MM_DEVICE void nap(u32 ns, MM_AT) { emu::nap(ns, MM_FWD); }
+// Is this fault of the mutation campaign (tests/mutants) switched on?
+MM_DEVICE bool mutant(u32 id) { return emu::mutant(id); }
 MM_DEVICE void trap(MM_AT) { emu::trap(MM_FWD); }
 template <u32 kRegs> MM_DEVICE void reg_alloc(MM_AT) {
     static_assert(kRegs % 8 == 0 && kRegs >= 24 && kRegs <= 256, "setmaxnreg takes multiples of 8 from 24 to 256");
@@ -145,6 +147,7 @@ MM_DEVICE void bulk_store(void* dst_global, const void* src_smem, u32 bytes, MM_
 MM_DEVICE void bulk_commit(MM_AT) { emu::bulk_commit(MM_FWD); }
 template <u32 kPending> MM_DEVICE void bulk_wait(MM_AT) { emu::bulk_wait(kPending, false, MM_FWD); }
 template <u32 kPending> MM_DEVICE void bulk_wait_read(MM_AT) { emu::bulk_wait(kPending, true, MM_FWD); }
+MM_DEVICE void tma_prefetch_2d(const TensorMap* map, i32, i32, MM_AT) { emu::tma_prefetch_descriptor(map, MM_FWD); }
 MM_DEVICE void bulk_prefetch_l2(const void* src_global, u32 bytes, MM_AT) { emu::bulk_prefetch_l2(src_global, bytes, MM_FWD); }
 
 // ---- wgmma.cuh

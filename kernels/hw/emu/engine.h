@@ -75,6 +75,10 @@ struct Thread {
     u64 commits = 0;
     std::vector<BulkGroup*> bulk_groups;  // committed, oldest first
     BulkGroup* bulk_open = nullptr;
+    Clock clock;            // what happened before, its own work apart
+    u32 epoch = 0;          // of its own work; lanes of a warp count apart, from a common start
+    u32 fenced[2] = {};     // own work up to here passed a proxy fence: shared, global
+    FenceState fences;
 };
 
 struct Collective {
@@ -92,9 +96,7 @@ struct Warp {
     bool queued = false, running = false;
     u32 priority = 0;       // pct
     std::vector<Collective> collectives;
-    Clock clock;
     u32 agent = 0;
-    FenceState fences;
 };
 
 struct NamedBarrier {
@@ -108,12 +110,15 @@ struct Mbarrier {
     u32 count = 0, pending = 0;
     i64 tx = 0;
     u32 phase = 0;
-    u32 init_warp = 0, init_agent = 0, init_epoch = 0;
+    u32 init_warp = 0, init_lane = 0, init_agent = 0, init_epoch = 0;
     bool fenced = false;    // visible to the async proxy
     Where init;
     std::vector<Thread*> waiters;
     Clock cta_now, cluster_now, cta_done, cluster_done;
 };
+
+// Does `t` know that `b` was initialised?
+bool knows_init(const Thread& t, const Mbarrier& b);
 
 struct MmaEntry {
     bool commit = false, accumulate = false;
@@ -121,7 +126,7 @@ struct MmaEntry {
     u64 desc_a = 0, desc_b = 0;
     Where where;
     Accumulator* acc = nullptr;
-    Clock clock;
+    std::array<Clock, 4> warps;   // what each warp's threads know together
 };
 
 // The 64 x n tile one wgmma chain works on; d holds each thread's fragment while the chain is in flight.
@@ -193,7 +198,7 @@ struct Launch {
 };
 
 struct StreamOp {
-    enum Kind : u8 { kCopy, kFill, kLaunch } kind;
+    enum Kind : u8 { kCopy, kFill, kUndefine, kLaunch } kind;
     void* dst;
     const void* src;
     u64 bytes;
@@ -208,6 +213,10 @@ struct Stream {
     std::vector<StreamOp> ops;
     size_t next = 0;
     u64 start_delay = 0;
+    u32 slow = 0;           // picked one time in so many while others are ready
+    u64 stop_after = 0;     // slices until this rank dies; 0 = never
+    u64 slices = 0;
+    bool stopped = false;
     u32 launches = 0;
     std::unique_ptr<Launch> launch;
     Clock clock;
@@ -231,11 +240,12 @@ struct Options {
     u32 resident_ctas = 0;  // per rank; 0 = all
     u32 max_findings = 32;
     u64 max_slices = 0;     // 0 = no limit
+    u32 mutant = 0;
     double wall_limit_s = 0;
 };
 
 struct Stats {
-    u64 slices = 0, switches = 0, wgmmas = 0, tensor_loads = 0, bulk_copies = 0, idle_rounds = 0, launches = 0;
+    u64 slices = 0, switches = 0, wgmmas = 0, tensor_loads = 0, bulk_copies = 0, idle_rounds = 0, launches = 0, mutant_hits = 0;
 };
 
 struct Engine {
@@ -269,6 +279,7 @@ struct Engine {
     void submit(std::unique_ptr<AsyncOp> op);
     u32 random(u32 bound);
     void recycle(Cta& cta);
+    Stream& stream_of(const Warp& w) { return streams[w.cta->rank]; }
 
     // Scheduler state; the runtime's own files read it, kernels cannot.
     std::deque<Warp*> ready_;
@@ -291,6 +302,8 @@ struct Engine {
     void prepare();
     void loop();
     void run_warp(Warp& w);
+    void stop_rank(u32 rank);
+    bool slow(const Warp& w) const;
     Warp& pick();
     void step_async();
     bool advance_streams();
@@ -330,7 +343,7 @@ std::string describe_address(const void* p);
 std::string format(const char* fmt, ...) __attribute__((format(printf, 1, 2)));
 
 // PCT: random priorities, lowered at a few random points.
-constexpr u32 kPctPoints = 8, kPctHorizon = 20000;
+constexpr u32 kPctPoints = 8, kPctHorizon = 1000, kPctHorizons = 8;  // 1000 to 128,000 slices, by the seed
 
 // Shared memory is one reservation cut into slots of 256 KB, one per resident CTA.
 constexpr u32 kSmemSlot = 256 * 1024, kSmemLimit = 232448, kSmemWindow = 1024;

@@ -90,7 +90,8 @@ void Engine::prepare() {
         streams[r].clock.fence_everything();
     }
     if (options.schedule == Schedule::kPct) {
-        for (u32 i = 0; i < kPctPoints; ++i) pct_points_.push_back(random(kPctHorizon));
+        const u32 horizon = kPctHorizon << random(kPctHorizons);
+        for (u32 i = 0; i < kPctPoints; ++i) pct_points_.push_back(random(horizon));
         std::sort(pct_points_.rbegin(), pct_points_.rend());
     }
 }
@@ -102,7 +103,7 @@ bool Engine::advance_streams() {
     for (u32 i = 0; i < n; ++i) {
         const u32 r = (first + i) % n;
         Stream& s = streams[r];
-        if (s.launch || s.next == s.ops.size() || s.start_delay > clock) continue;
+        if (s.stopped || s.launch || s.next == s.ops.size() || s.start_delay > clock) continue;
         stream_op(s, r);
         moved = true;
         if (options.schedule != Schedule::kFifo) break;  // ranks drift apart
@@ -116,6 +117,10 @@ void Engine::stream_op(Stream& s, u32 rank) {
     ++progress;
     if (op.kind == StreamOp::kLaunch) {
         start_launch(s, rank, op);
+        return;
+    }
+    if (op.kind == StreamOp::kUndefine) {
+        mark_written(op.dst, op.bytes, false);
         return;
     }
     if (op.kind == StreamOp::kCopy) {
@@ -141,9 +146,10 @@ void Engine::start_launch(Stream& s, u32 rank, StreamOp& op) {
     l.smem_bytes = op.smem_bytes;
     l.params = op.params.data()->bytes;
     regions.add(reinterpret_cast<u64>(l.params), op.params_bytes, static_cast<int>(rank), "kernel parameters", false, true, true);
-    s.clock.raise(s.agent, options.races ? agents.next(s.agent) : 0);
+    if (options.races) s.clock.raise(s.agent, agents.epoch[s.agent]);
     s.clock.fence_everything();
     l.start = s.clock;
+    if (options.races) agents.next(s.agent);  // what the stream does after the launch, the launch does not know
     start_ctas(l);
 }
 
@@ -181,8 +187,7 @@ void Engine::start_ctas(Launch& l) {
                 warp.index = w;
                 warp.priority = kPctPoints + 1 + random(1u << 20);
                 warp.agent = agent + w;
-                warp.clock = l.start;
-                hb_tick(warp);
+                if (options.races) agents.next(warp.agent);
             }
             for (u32 g = 0; g < cta.warpgroups.size(); ++g) {
                 cta.warpgroups[g].cta = &cta;
@@ -195,6 +200,8 @@ void Engine::start_ctas(Launch& l) {
                 t.index = static_cast<u16>(i);
                 t.lane = static_cast<u8>(i % 32);
                 t.registers = launch_registers(k.threads);
+                t.clock = l.start;
+                t.epoch = options.races ? agents.epoch[t.warp->agent] : 0;
                 t.stack = free_stacks_.back();
                 free_stacks_.pop_back();
                 fiber_prepare(t.fiber, stacks_.stack(t.stack), StackPool::kStackBytes, thread_main);
@@ -232,7 +239,9 @@ void Engine::thread_exit(Thread& t) {
 void Engine::recycle(Cta& cta) {
     Launch& l = *cta.launch;
     Stream& s = streams[l.rank];
-    for (const Warp& w : cta.warps) s.clock.join(w.clock);
+    for (const Thread& t : cta.threads) s.clock.join(t.clock);
+    for (const Warp& w : cta.warps)
+        if (options.races) s.clock.raise(w.agent, agents.epoch[w.agent]);
     for (const Thread& t : cta.threads) free_stacks_.push_back(t.stack);
     set_smem_owner(cta.smem, nullptr);
     free_smem_.push_back(cta.smem);

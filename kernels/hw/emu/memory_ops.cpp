@@ -64,7 +64,7 @@ u32 ordered_load(const u32* p, Order order, Scope scope, const char* file, int l
         t.polls[i] = Poll{p, v};
         t.num_polls = i + 1;
     }
-    hb_load(*t.warp, p, order == Order::kAcquire, scope);
+    hb_load(t, p, order == Order::kAcquire, scope);
     return v;
 }
 
@@ -73,7 +73,7 @@ void ordered_store(u32* p, u32 v, Order order, Scope scope, const char* file, in
     const Where where = MM_HERE;
     g_engine->maybe_preempt(t, 4);
     check_access(p, 4, 4, true, Access::kOrdered, scope, where);
-    hb_store(*t.warp, p, order == Order::kRelease, scope, false);
+    hb_store(t, p, order == Order::kRelease, scope, false);
     *p = v;
     g_engine->wrote(p, 4);
 }
@@ -87,10 +87,10 @@ u32 atomic(u32* p, Rmw op, u32 a, u32 b, Order order, Scope scope, const char* f
     const u32 old = *p;
     const u32 value = op == Rmw::kAdd ? old + a : (old == a ? b : old);
     const bool writes = op == Rmw::kAdd || old == a;
-    if (order == Order::kAcqRel || order == Order::kRelaxed) hb_load(*t.warp, p, order == Order::kAcqRel, scope);
+    if (order == Order::kAcqRel || order == Order::kRelaxed) hb_load(t, p, order == Order::kAcqRel, scope);
     if (writes) {
         check_access(p, 4, 4, true, Access::kAtomic, scope, where);
-        hb_store(*t.warp, p, order == Order::kAcqRel || order == Order::kRelease, scope, true);
+        hb_store(t, p, order == Order::kAcqRel || order == Order::kRelease, scope, true);
     }
     if (value != old) {
         *p = value;
@@ -102,7 +102,7 @@ u32 atomic(u32* p, Rmw op, u32 a, u32 b, Order order, Scope scope, const char* f
 
 void fence_acq_rel(Scope scope) {
     Thread& t = enter(true);
-    hb_fence(*t.warp, scope);
+    hb_fence(t, scope);
 }
 
 }  // namespace megamoe::emu

@@ -33,6 +33,7 @@ u8* dynamic_smem();
 u32 smem_addr(const void* p, MM_FL);
 void nap(u32 ns, MM_FL);
 [[noreturn]] void trap(MM_FL);
+bool mutant(u32 id);
 void set_max_registers(u32 regs, bool increase, MM_FL);
 
 // Memory

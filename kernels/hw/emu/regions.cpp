@@ -25,7 +25,7 @@ void LazyBytes::release() {
     bytes_ = 0;
 }
 
-std::string RegionMap::add(u64 begin, u64 bytes, int rank, const char* name, bool symmetric, bool initialised, bool constant) {
+std::string RegionMap::add(u64 begin, u64 bytes, int rank, const char* name, bool symmetric, bool initialised, bool constant, bool undefined) {
     if (bytes == 0) return "";
     const u64 end = begin + bytes;
     auto at = std::find_if(regions_.begin(), regions_.end(), [&](const auto& r) { return r->end > begin; });
@@ -39,6 +39,7 @@ std::string RegionMap::add(u64 begin, u64 bytes, int rank, const char* name, boo
     r->symmetric = symmetric;
     r->initialised = initialised;
     r->constant = constant;
+    r->undefined = undefined;
     regions_.insert(at, std::move(r));
     last_ = nullptr;
     return "";
@@ -59,7 +60,8 @@ void RegionMap::prepare(bool track_written, bool track_races) {
     track_written_ = track_written;
     track_races_ = track_races;
     for (auto& r : regions_) {
-        r->written.reset(track_written_ && !r->initialised ? r->end - r->begin : 0);
+        r->written.reset(track_written_ && (!r->initialised || r->undefined) ? r->end - r->begin : 0);
+        if (r->written.data() != nullptr && r->initialised) std::memset(r->written.data(), 1, r->end - r->begin);
         // One word of slack: a region need not begin on a word boundary.
         r->cells.reset(track_races_ ? ((r->end - r->begin) / 4 + 2) * sizeof_shadow_cell() : 0);
     }
@@ -155,22 +157,22 @@ void check_access(const void* p, u32 bytes, u32 align, bool write, Access kind, 
         written = r.written.data() == nullptr ? nullptr : r.written.data() + (reinterpret_cast<u64>(p) - r.begin);
     }
     check_written(written, p, bytes, write, where);
-    if (e.options.races) shadow_access(*t.warp, p, bytes, write, kind, scope, where);
+    if (e.options.races) shadow_access(t, p, bytes, write, kind, scope, where);
 }
 
 void check_global_range(const void* p, u64 bytes, bool write, const Where& where, const char* what) {
     check_owner(p, bytes, write, where, what);
 }
 
-void mark_written(const void* p, u64 bytes) {
+void mark_written(const void* p, u64 bytes, bool written) {
     if (u8* w = smem_written(p)) {
-        std::memset(w, 1, bytes);
+        std::memset(w, written, bytes);
         return;
     }
     Region* r = g_engine->regions.find(p);
     if (r == nullptr || r->written.data() == nullptr) return;
     const u64 offset = reinterpret_cast<u64>(p) - r->begin;
-    std::memset(r->written.data() + offset, 1, std::min(bytes, r->end - r->begin - offset));
+    std::memset(r->written.data() + offset, written, std::min(bytes, r->end - r->begin - offset));
 }
 
 }  // namespace megamoe::emu

@@ -36,6 +36,7 @@ struct Region {
     int rank = -1;
     std::string name;
     bool symmetric = false, initialised = false, constant = false;
+    bool undefined = false;  // parts of it are declared never written in the course of a run
     LazyBytes written;      // one byte per byte, when uninitialised reads are checked
     LazyBytes cells;        // ShadowCell per 4 bytes, when races are checked
 };
@@ -43,7 +44,7 @@ struct Region {
 class RegionMap {
   public:
     // Returns an error text, or an empty string.
-    std::string add(u64 begin, u64 bytes, int rank, const char* name, bool symmetric, bool initialised, bool constant = false);
+    std::string add(u64 begin, u64 bytes, int rank, const char* name, bool symmetric, bool initialised, bool constant = false, bool undefined = false);
     void remove(u64 begin);
     Region* find(const void* p) {
         const u64 a = reinterpret_cast<u64>(p);
@@ -69,6 +70,6 @@ void check_access(const void* p, u32 bytes, u32 align, bool write, Access kind, 
 // The same for [p, p + bytes) of global memory touched by an asynchronous copy on behalf of `t`'s rank.
 void check_global_range(const void* p, u64 bytes, bool write, const Where& where, const char* what);
 // Marks bytes as written (any memory; unregistered memory is ignored).
-void mark_written(const void* p, u64 bytes);
+void mark_written(const void* p, u64 bytes, bool written = true);
 
 }  // namespace megamoe::emu

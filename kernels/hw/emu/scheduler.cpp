@@ -111,6 +111,7 @@ void Engine::wake_pollers() {
 
 void Engine::wake(Thread& t) {
     Warp& w = *t.warp;
+    if (stream_of(w).stopped) return;
     w.ready |= 1u << t.lane;
     if (!w.queued && !w.running) {
         w.queued = true;
@@ -139,6 +140,12 @@ Warp& Engine::pick() {
             pct_points_.pop_back();
         }
     }
+    if (slow(*ready_[i]) && random(stream_of(*ready_[i]).slow) != 0)
+        for (size_t j = 0; j < ready_.size(); ++j)
+            if (!slow(*ready_[(i + j) % ready_.size()])) {
+                i = (i + j) % ready_.size();
+                break;
+            }
     Warp* w = ready_[i];
     if (i == 0) {
         ready_.pop_front();
@@ -150,7 +157,30 @@ Warp& Engine::pick() {
     return *w;
 }
 
+bool Engine::slow(const Warp& w) const { return streams[w.cta->rank].slow > 1; }
+
+// The rank dies where it stands: its warps never run again, what it has in flight never completes. Its memory stays.
+void Engine::stop_rank(u32 rank) {
+    streams[rank].stopped = true;
+    ++progress;
+    auto ours = [&](const Thread* t) { return cta_of(*t).rank == rank; };
+    for (Thread* t : pollers_)
+        if (ours(t))
+            for (u32 i = 0; i < t->num_polls; ++i) {
+                auto it = watches_.find(t->polls[i].address);
+                if (it != watches_.end()) it->second.erase(std::remove(it->second.begin(), it->second.end(), t), it->second.end());
+            }
+    pollers_.erase(std::remove_if(pollers_.begin(), pollers_.end(), ours), pollers_.end());
+    ready_.erase(std::remove_if(ready_.begin(), ready_.end(), [&](const Warp* w) { return w->cta->rank == rank; }), ready_.end());
+    pending_.erase(std::remove_if(pending_.begin(), pending_.end(), [&](const auto& op) { return op->cta->rank == rank; }), pending_.end());
+}
+
 void Engine::run_warp(Warp& w) {
+    Stream& own = stream_of(w);
+    if (own.stop_after != 0 && ++own.slices > own.stop_after) {
+        stop_rank(w.cta->rank);
+        return;
+    }
     ++stats.slices;
     clock += 10;
     w.running = true;
@@ -207,7 +237,7 @@ bool Engine::idle() {
     // A rank that has not started yet is the earliest thing that can happen.
     u64 earliest = ~0ull;
     for (const Stream& s : streams)
-        if (!s.launch && s.next < s.ops.size() && s.start_delay > clock) earliest = std::min(earliest, s.start_delay);
+        if (!s.stopped && !s.launch && s.next < s.ops.size() && s.start_delay > clock) earliest = std::min(earliest, s.start_delay);
     if (earliest != ~0ull && (seen_progress_ == progress || pollers_.empty())) {
         clock = earliest;
         streams_dirty_ = true;
@@ -228,7 +258,9 @@ bool Engine::idle() {
     if (!deadlock_reported_) {
         deadlock_reported_ = true;
         Finding f;
-        f.kind = "deadlock";
+        // The others waiting for a rank that died is what must happen: then this only says who waited.
+        const bool died = std::any_of(streams.begin(), streams.end(), [](const Stream& s) { return s.stopped; });
+        f.kind = died ? "rank-stopped" : "deadlock";
         f.text = describe_waiters(*this);
         findings.push_back(std::move(f));
     }
@@ -252,7 +284,7 @@ bool Engine::idle() {
 
 bool Engine::finished() const {
     for (const Stream& s : streams)
-        if (s.launch || s.next < s.ops.size()) return false;
+        if (!s.stopped && (s.launch || s.next < s.ops.size())) return false;
     return true;
 }
 

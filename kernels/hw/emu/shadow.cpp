@@ -1,4 +1,4 @@
-// Race check: for every 4 bytes, the last write and up to three reads, each with its agent, epoch, byte mask and
+// Race check: for every 4 bytes, the last write and up to four reads, each with its agent, lanes, epoch, byte mask and
 // proxy. An access conflicts with an earlier one that its clock does not cover.
 #include "shadow.h"
 
@@ -13,15 +13,17 @@ namespace megamoe::emu {
 
 struct Mark {
     u32 epoch;
+    u32 lanes;  // of the warp; 1 for other agents
     u16 agent;
     u8 mask;    // bytes of the word
     u8 flags;   // kAsync | kStrong | scope << 2
 };
 constexpr u8 kAsync = 1, kStrong = 2;
+constexpr u32 kReads = 4;
 
 struct ShadowCell {
-    Mark write, reads[3];
-    u32 write_at, reads_at[3];  // interned places
+    Mark write, reads[kReads];
+    u32 write_at, reads_at[kReads];  // interned places
 };
 
 u64 sizeof_shadow_cell() { return sizeof(ShadowCell); }
@@ -57,10 +59,16 @@ std::string place(u32 id) {
 // One side of a conflict: who accesses, with which clock.
 struct Actor {
     const Clock& clock;
-    u32 agent, epoch;
+    u32 agent, lanes, epoch;
     bool async, strong;
     Scope scope;
     const Where& where;
+
+    // What it did itself comes before it; of its own warp that is its own lane only.
+    bool after(const Mark& m, Known which = Known::kAll) const {
+        const u32 others = m.agent == agent ? m.lanes & ~lanes : m.lanes;
+        return others == 0 || clock.covers(m.agent, others, m.epoch, which);
+    }
 };
 
 bool both_strong(const Actor& a, const Mark& m) {
@@ -70,57 +78,62 @@ bool both_strong(const Actor& a, const Mark& m) {
 }
 
 void conflict(const Actor& a, const Mark& m, u32 at, bool write, bool other_write, bool fence_missing, const void* p) {
+    const Agents& agents = g_engine->agents;
+    const u32 others = m.agent == a.agent ? m.lanes & ~a.lanes : m.lanes;
     std::string text = format("%s of %s by %s is not ordered after the %s by %s%s", write ? "write" : "read", describe_address(p).c_str(),
-                              g_engine->agents.name(a.agent).c_str(), other_write ? "write" : "read", g_engine->agents.name(m.agent).c_str(), place(at).c_str());
+                              agents.name(a.agent, a.lanes).c_str(), other_write ? "write" : "read", agents.name(m.agent, others).c_str(), place(at).c_str());
     if (fence_missing) text += "; they are synchronised, but no fence.proxy.async lies between the generic write and this access through the async proxy";
+    if (m.agent == a.agent) text += "; lanes of one warp are ordered by warp_sync only";
     if (a.strong && (m.flags & kStrong)) text += "; both are atomic, but their scopes do not include each other";
     g_engine->report("race", a.where, text);
 }
 
-void touch(ShadowCell& c, u8 mask, const Actor& a, const std::vector<u32>& proxied, bool write, const void* p) {
+// The same mark may stand for several lanes, or for several bytes, but not for a mix of both.
+bool can_merge(const Mark& m, const Actor& a, u8 mask, u8 flags) {
+    return m.mask != 0 && m.agent == a.agent && m.epoch == a.epoch && m.flags == flags && (m.mask == mask || m.lanes == a.lanes);
+}
+
+void record(Mark& m, u32& at, const Actor& a, u8 mask, u8 flags) {
+    const bool merge = can_merge(m, a, mask, flags);
+    m = Mark{a.epoch, merge ? m.lanes | a.lanes : a.lanes, static_cast<u16>(a.agent), static_cast<u8>(merge ? m.mask | mask : mask), flags};
+    at = place_id(a.where);
+}
+
+void touch(ShadowCell& c, u8 mask, const Actor& a, Known proxied, bool write, const void* p) {
     if (c.write.mask & mask) {
         const Mark& m = c.write;
-        const bool own = m.agent == a.agent && m.epoch == a.epoch;
-        if (!own && !both_strong(a, m)) {
+        if (!both_strong(a, m)) {
             const bool generic_before_async = a.async && !(m.flags & kAsync);
-            const bool ordered = a.clock.all[m.agent] >= m.epoch;
-            if (!ordered || (generic_before_async && proxied[m.agent] < m.epoch)) conflict(a, m, c.write_at, write, true, ordered, p);
+            const bool ordered = a.after(m);
+            if (!ordered || (generic_before_async && !a.after(m, proxied))) conflict(a, m, c.write_at, write, true, ordered, p);
         }
     }
     const u8 flags = static_cast<u8>((a.async ? kAsync : 0) | (a.strong ? kStrong : 0) | static_cast<u32>(a.scope) << 2);
     if (write) {
-        for (u32 i = 0; i < 3; ++i) {
+        for (u32 i = 0; i < kReads; ++i) {
             Mark& m = c.reads[i];
             if (!(m.mask & mask)) continue;
-            const bool own = m.agent == a.agent && m.epoch == a.epoch;
-            if (!own && !both_strong(a, m) && a.clock.all[m.agent] < m.epoch) conflict(a, m, c.reads_at[i], true, false, false, p);
+            if (!both_strong(a, m) && !a.after(m)) conflict(a, m, c.reads_at[i], true, false, false, p);
             m.mask &= static_cast<u8>(~mask);
         }
-        const bool merge = c.write.agent == a.agent && c.write.epoch == a.epoch && c.write.flags == flags;
-        c.write = Mark{a.epoch, static_cast<u16>(a.agent), static_cast<u8>(merge ? c.write.mask | mask : mask), flags};
-        c.write_at = place_id(a.where);
+        record(c.write, c.write_at, a, mask, flags);
         return;
     }
-    u32 slot = 3;
-    for (u32 i = 0; i < 3 && slot == 3; ++i)
-        if (c.reads[i].mask != 0 && c.reads[i].agent == a.agent) slot = i;
-    for (u32 i = 0; i < 3 && slot == 3; ++i)
-        if (c.reads[i].mask == 0) slot = i;
+    u32 slot = kReads;
+    for (u32 i = 0; i < kReads && slot == kReads; ++i)
+        if (can_merge(c.reads[i], a, mask, flags)) slot = i;
     // A read this one is ordered after protects nothing the new one does not.
-    for (u32 i = 0; i < 3 && slot == 3; ++i)
-        if (a.clock.all[c.reads[i].agent] >= c.reads[i].epoch && !(c.reads[i].mask & ~mask)) slot = i;
-    if (slot == 3) slot = a.epoch % 3;
-    Mark& m = c.reads[slot];
-    const bool merge = m.mask != 0 && m.agent == a.agent && m.epoch == a.epoch;
-    m = Mark{a.epoch, static_cast<u16>(a.agent), static_cast<u8>(merge ? m.mask | mask : mask), flags};
-    c.reads_at[slot] = place_id(a.where);
+    for (u32 i = 0; i < kReads && slot == kReads; ++i)
+        if (c.reads[i].mask == 0 || (!(c.reads[i].mask & ~mask) && a.after(c.reads[i]))) slot = i;
+    if (slot == kReads) slot = a.epoch % kReads;
+    record(c.reads[slot], c.reads_at[slot], a, mask, flags);
 }
 
 void touch_range(const Actor& a, const void* p, u64 bytes, bool write) {
     u64 room = 0;
     ShadowCell* cell = shadow_cells(p, room);
     if (cell == nullptr) return;
-    const std::vector<u32>& proxied = smem_owner(p) != nullptr ? a.clock.shared : a.clock.global;
+    const Known proxied = smem_owner(p) != nullptr ? Known::kShared : Known::kGlobal;
     const u64 begin = reinterpret_cast<u64>(p), end = begin + bytes;
     for (u64 word = begin & ~3ull; word < end && room > 0; word += 4, ++cell, --room) {
         u8 mask = 0xF;
@@ -166,20 +179,20 @@ ShadowCell* shadow_cells(const void* p, u64& room) {
     return reinterpret_cast<ShadowCell*>(r->cells.data()) + word;
 }
 
-void shadow_access(Warp& w, const void* p, u32 bytes, bool write, Access kind, Scope scope, const Where& where) {
+void shadow_access(Thread& t, const void* p, u32 bytes, bool write, Access kind, Scope scope, const Where& where) {
     const bool strong = kind == Access::kOrdered || kind == Access::kAtomic;
-    touch_range(Actor{w.clock, w.agent, w.clock.all[w.agent], false, strong, scope, where}, p, bytes, write);
+    touch_range(Actor{t.clock, t.warp->agent, 1u << t.lane, t.epoch, false, strong, scope, where}, p, bytes, write);
 }
 
 void shadow_async(const AsyncOp& op, const void* p, u64 bytes, bool write) {
     if (!g_engine->options.races) return;
-    touch_range(Actor{op.clock, op.agent, op.epoch, true, false, Scope::kCta, op.where}, p, bytes, write);
+    touch_range(Actor{op.clock, op.agent, 1, op.epoch, true, false, Scope::kCta, op.where}, p, bytes, write);
 }
 
 void shadow_stream(Stream& s, const void* p, u64 bytes, bool write) {
     if (!g_engine->options.races) return;
     const Where where{"(stream operation)", 0, nullptr};
-    touch_range(Actor{s.clock, s.agent, s.clock.all[s.agent], false, false, Scope::kSys, where}, p, bytes, write);
+    touch_range(Actor{s.clock, s.agent, 1, g_engine->agents.epoch[s.agent], false, false, Scope::kSys, where}, p, bytes, write);
 }
 
 }  // namespace megamoe::emu

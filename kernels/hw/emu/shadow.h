@@ -11,8 +11,8 @@ void reset_smem_shadow(u32 slot);
 u8* smem_written(const void* p);                 // one byte per byte, or null when not tracked
 ShadowCell* shadow_cells(const void* p, u64& room);  // cell of p's word and the words that follow it, or null
 
-// Race check of an access by the running thread's warp through the generic proxy.
-void shadow_access(Warp& w, const void* p, u32 bytes, bool write, Access kind, Scope scope, const Where& where);
+// Race check of an access by a thread through the generic proxy.
+void shadow_access(Thread& t, const void* p, u32 bytes, bool write, Access kind, Scope scope, const Where& where);
 void shadow_stream(Stream& s, const void* p, u64 bytes, bool write);
 
 }  // namespace megamoe::emu

@@ -78,6 +78,12 @@ void nap(u32 ns, const char* file, int line) {
     g_engine->fatal("trap", MM_HERE, "the kernel executed trap");
 }
 
+bool mutant(u32 id) {
+    if (g_engine->options.mutant != id) return false;
+    ++g_engine->stats.mutant_hits;
+    return true;
+}
+
 void spin_guard(Thread& t, const Where& where) {
     if (++t.ops > kMaxOpsPerSwitch) g_engine->park_poll(t, where);
 }
@@ -129,6 +135,9 @@ u32 warp_collective(WarpOp op, u32 mask, u32 value, u32 arg, const char* file, i
         return t.result;
     }
     compute(c, w);
+    Thread* lanes = &w.cta->threads[w.index * 32];
+    if (op == WarpOp::kSync) hb_warp_sync(lanes, mask);
+    else hb_align(lanes, mask);
     for (u32 lane = 0; lane < 32; ++lane)
         if ((mask >> lane & 1u) && lane != t.lane) e.wake(w.cta->threads[w.index * 32 + lane]);
     w.collectives.erase(it);

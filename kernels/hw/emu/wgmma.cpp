@@ -44,7 +44,7 @@ MmaEntry& join_entry(Warpgroup& wg, Thread& t, const Where& where, bool commit, 
         g_engine->fatal("wgmma", where, format("threads of warpgroup %u disagree: the first to get here issued %s at %s:%d", wg.index,
                                                entry.commit ? "wgmma.commit_group" : "wgmma.mma_async", entry.where.file, entry.where.line));
     }
-    if (t.lane == 0) entry.clock.meet(t.warp->clock);
+    if (!commit) hb_view(entry.warps[t.index / 32 % 4], t);
     return entry;
 }
 
@@ -116,7 +116,10 @@ void execute(Warpgroup& wg, MmaEntry& entry) {
         op.cta = &cta;
         op.agent = wg.agent;
         op.epoch = e.agents.next(wg.agent);
-        op.clock = entry.clock;
+        // The instruction is executed by whole warps, each on its own: what a warp's threads know together counts,
+        // but every warp must know it.
+        op.clock = entry.warps[0];
+        for (u32 w = 1; w < 4; ++w) op.clock.meet(entry.warps[w]);
         op.clock.raise(wg.agent, op.epoch);
         shadow_operand(op, cta, entry.desc_a, 64);
         shadow_operand(op, cta, entry.desc_b, entry.n);
@@ -244,7 +247,7 @@ void wgmma_commit(const char* file, int line) {
     bool first;
     join_entry(wg, t, where, true, first);
     ++t.commits;
-    hb_tick(*t.warp);
+    hb_tick(t);
     submit_ready(wg);
 }
 
@@ -258,7 +261,7 @@ void wgmma_wait(f32* d, u32 regs, u32 pending, const char* file, int line) {
         wg.waiters.push_back(&t);
         e.block(t, WaitKind::kWgmma, where, pending);
     }
-    t.warp->clock.join(wg.done_clock);
+    t.clock.join(wg.done_clock);
     t.wait.where = where;
     const u32 lane = t.index % 128u;
     for (auto& acc : wg.accumulators) {

@@ -33,6 +33,11 @@ MM_DEVICE void tma_load_2d_multicast(void* dst, const TensorMap* map, u64* bar, 
             "r"(c0), "r"(c1), "h"(cta_mask), "l"(static_cast<u64>(hint)) : "memory");
 }
 
+// Bring a box into L2 only (9.7.9.27.3, cp.async.bulk.prefetch.tensor).
+MM_DEVICE void tma_prefetch_2d(const TensorMap* map, i32 c0, i32 c1) {
+    asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map), "r"(c0), "r"(c1) : "memory");
+}
+
 // 1-D bulk load; addresses and size are multiples of 16. The source may be a peer's memory.
 MM_DEVICE void bulk_load(void* dst_smem, const void* src_global, u32 bytes, u64* bar) {
     asm volatile(

@@ -1,0 +1,238 @@
+"""What each ``megamoe remote`` command does, from options to exit code."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import shlex
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from megamoe_cli import paths
+from megamoe_cli.errors import EnvironmentUnfit, ExitCode, MegamoeError, UsageError
+from megamoe_cli.remote import commands
+from megamoe_cli.remote.passthrough import Inner, parse
+from megamoe_cli.remote.runs import Visit, innermost
+from megamoe_cli.remote.targets import Target
+from megamoe_cli.remote.transport import Attached, Step
+
+if TYPE_CHECKING:
+    from megamoe_cli.cli.app import App
+    from megamoe_cli.cli.remote_cmd import Options
+
+_JOB = re.compile(r"[0-9]{8}-[0-9]{6}-[a-z]+-[0-9a-f]{4}")
+
+
+def new_job(name: str) -> str:
+    """``20260102-030405-test-9f3a``: sorts by time."""
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{name}-{secrets.token_hex(2)}"
+
+
+def check_job(text: str) -> str:
+    if not _JOB.fullmatch(text):
+        raise UsageError(f"{text!r} is no job; megamoe remote status lists them", rule="remote-job")
+    return text
+
+
+def visit_of(app: App, options: Options) -> Visit:
+    return Visit(options.target(app), app.say, app.warn, options.remote_compiler, options.wait_s)
+
+
+def run_command(app: App, options: Options, name: str, args: Sequence[str], *, background: bool) -> int:
+    """One of our commands there. In the foreground its output and exit code are ours."""
+    visit = visit_of(app, options)
+    inner = parse(app, name, args, visit.target, detached=background)
+    job = new_job(name)
+    if options.dry_run:
+        return print_plan(app, visit, inner, job, background)
+    app.started(f"remote {name}", inner.results_dir or app.settings.get("results_dir"))
+    try:
+        with visit.alone():
+            visit.prepare()
+            if visit.has_gpu or name == "build":
+                visit.prebuild(inner.builds, inner.params.get("jobs"))
+            visit.sync()
+            command = visit.job_command(job, inner, detach=background)
+            if background:
+                visit.start(job, command)
+            else:
+                code = visit.run(job, command)
+                folders = fetched(app, visit, job, inner)
+    finally:
+        app.evidence(remote={"target": visit.target.label, "job": job, "steps": [step.to_dict() for step in visit.steps]})
+    if background:
+        app.say(f"job {job} runs on {visit.target.label}; follow it with: megamoe remote attach {job}")
+        if app.json or options.detach:
+            click.echo(json.dumps({"job": job}) if app.json else job)
+            return ExitCode.DONE
+        return attach(app, options, job)
+    if code == ExitCode.TIMEOUT:
+        app.say(_timeout_text(visit.target, folders))
+    return code
+
+
+def _timeout_text(target: Target, folders: Sequence[Path]) -> str:
+    fault = innermost(folders)
+    return f"error: {target.label}: the {target.limits().command:g} s of the command are over" + (f"; innermost: {fault}" if fault else "")
+
+
+def fetched(app: App, visit: Visit, job: str, inner: Inner | None) -> list[Path]:
+    """The records, here. A run whose results cannot be brought back still has its exit code."""
+    results = Path((inner.results_dir if inner else None) or app.settings.get("results_dir") or paths.results_dir())
+    try:
+        folders = visit.fetch(job, inner, results)
+    except MegamoeError as error:
+        app.warn(f"results stay on {visit.target.label}: {error}")
+        return []
+    for folder in folders:
+        app.say(f"record: {folder / 'results.json'}")
+        if (folder / "results.json").is_file():
+            app.evidence(record=folder / "results.json")
+    return folders
+
+
+def print_plan(app: App, visit: Visit, inner: Inner, job: str, background: bool) -> int:
+    """The exact command lines, in order."""
+    target = visit.target
+    sync, folder = commands.sync(target)
+    lines = [commands.prepare(target)]
+    if inner.builds and not visit.remote_compiler:
+        lines.append(commands.sync_prebuilt(target, Path("CUBINS")))
+    lines += [["cd", str(folder)], sync, visit.job_command(job, inner, detach=background), commands.fetch(target, job, Path("RESULTS"))]
+    if app.json:
+        app.emit({"schema": "megamoe.remote-plan/1", "commands": lines})
+    else:
+        for line in lines:
+            click.echo(shlex.join(line))
+    return ExitCode.DONE
+
+
+def run_shell(app: App, options: Options, words: Sequence[str]) -> int:
+    """A job of the user's own words; without any, a login shell in a terminal."""
+    visit = visit_of(app, options)
+    target, job = visit.target, new_job("shell")
+    if words:
+        env = commands.environment(target, remote_compiler=True, more={})
+        command = commands.job(target, job, list(words), env, what=shlex.join(words)[:200], wait_s=visit.wait_s, detach=options.detach)
+    else:
+        command = _interactive(target, job)
+    if options.dry_run:
+        click.echo(shlex.join(command))
+        return ExitCode.DONE
+    with visit.alone():
+        visit.prepare()
+        visit.sync()
+        if words and options.detach:
+            visit.start(job, command)
+            click.echo(job)
+            return ExitCode.DONE
+        if words:
+            return visit.run(job, command)
+    code = subprocess.call(command)
+    visit.reap([job])
+    return code
+
+
+def _interactive(target: Target, job: str) -> list[str]:
+    """A shell whose processes carry the job's token: the reap that follows finds what it left in the background."""
+    place = commands.Place.of(target)
+    script = (f'cd "$1" && exec env PYTHONPATH="$PWD" MEGAMOE_PROCESS_TOKEN="$("$2" megamoe_cli/remote/agent.py token --state .. {job})" '
+              '${SHELL:-/bin/sh} -i')
+    inner = ["sh", "-c", script, "sh", f"{place.inside}/tree", target.python]
+    return commands.ssh(target, commands.engine(target, inner, "-it"), tty=True)
+
+
+def latest_job(visit: Visit) -> str:
+    jobs = [entry for entry in visit.status()["jobs"] if entry.get("detached")]
+    if not jobs:
+        raise EnvironmentUnfit(f"{visit.target.label}: no background job of this checkout is there")
+    return jobs[-1]["job"]
+
+
+def attach(app: App, options: Options, job: str | None) -> int:
+    """Output of a background job as it comes; its exit code; its results. Ctrl-C lets go."""
+    visit = visit_of(app, options)
+    job = check_job(job) if job else latest_job(visit)
+    step = Step("attach", commands.ssh(visit.target, commands.agent(visit.target, ["follow", job])))
+    if options.dry_run:
+        click.echo(shlex.join(step.command))
+        return ExitCode.DONE
+    visit.steps.append(step)
+    follower = Attached(step, None, lets_go=True)
+    code = follower.run()
+    if follower.interrupts:
+        app.say(f"job {job} goes on; megamoe remote attach {job}, or megamoe remote cancel {job}")
+        return ExitCode.INTERRUPTED
+    if code == 255:
+        from megamoe_cli.remote.transport import explain_ssh
+
+        error = explain_ssh(visit.target, step.stderr)
+        raise EnvironmentUnfit(f"{error}; job {job} goes on there", hint=f"megamoe remote attach {job}")
+    if code == ExitCode.NOTHING_SELECTED and "there is no job" in step.stderr:
+        raise UsageError(f"{visit.target.label} has no job {job}", hint="megamoe remote status", rule="remote-job")
+    app.started("remote attach", app.settings.get("results_dir"))
+    fetched(app, visit, job, None)
+    app.evidence(remote={"target": visit.target.label, "job": job, "steps": [s.to_dict() for s in visit.steps]})
+    return code
+
+
+def status(app: App, options: Options) -> int:
+    visit = visit_of(app, options)
+    if options.dry_run:
+        click.echo(shlex.join(commands.ssh(visit.target, commands.agent(visit.target, ["status"]))))
+        return ExitCode.DONE
+    answer = visit.status()
+    if app.json:
+        app.emit({"schema": "megamoe.remote-status/1", "target": visit.target.label, **answer})
+        return ExitCode.DONE
+    for entry in answer["jobs"]:
+        end = entry["end"]
+        how = f"exit {end['exit']}, {end['reason']}, {end['seconds']:.0f} s" if end else f"{entry['processes']} processes"
+        click.echo(f"{entry['job']}  {entry['state']:<8} {how:<32} {' '.join(entry.get('command') or [])[:100]}")
+    if not answer["jobs"]:
+        click.echo("no jobs")
+    for name, holder in (answer["locks"] or {}).items():
+        click.echo(f"taken: {name} by {holder['who']}: {holder['what']}" if holder else f"taken: {name}")
+    return ExitCode.DONE
+
+
+def cancel(app: App, options: Options, job: str) -> int:
+    visit = visit_of(app, options)
+    words = ["reap", check_job(job)]
+    if options.dry_run:
+        click.echo(shlex.join(commands.ssh(visit.target, commands.agent(visit.target, words))))
+        return ExitCode.DONE
+    answer = visit.reap([job])
+    return _tell_reaped(app, visit, answer, f"job {job} was not running")
+
+
+def reap(app: App, options: Options, everything: bool) -> int:
+    visit = visit_of(app, options)
+    if options.dry_run:
+        words = ["reap", *(["--all"] if everything else [])]
+        click.echo(shlex.join(commands.ssh(visit.target, commands.agent(visit.target, words))))
+        return ExitCode.DONE
+    with visit.alone():
+        answer = visit.reap(everything=everything)
+    return _tell_reaped(app, visit, answer, "nothing was left")
+
+
+def _tell_reaped(app: App, visit: Visit, answer: dict[str, Any], nothing: str) -> int:
+    """Exit 1 when something could not be ended."""
+    if app.json:
+        app.emit({"schema": "megamoe.remote-reap/1", "target": visit.target.label, **answer})
+    else:
+        for entry in answer["ended"]:
+            click.echo(f"{visit.target.label}: job {entry['job'] or '(unknown)'}: {entry['killed']} processes ended"
+                       + (f", {len(entry['left'])} cannot be killed: {entry['left']}" if entry["left"] else ""))
+        if not answer["ended"]:
+            click.echo(f"{visit.target.label}: {nothing}")
+        for entry in answer["running"]:
+            click.echo(f"{visit.target.label}: job {entry['job']} runs in the background: megamoe remote cancel {entry['job']}")
+    return ExitCode.NO if any(entry["left"] for entry in answer["ended"]) else ExitCode.DONE

@@ -1,0 +1,293 @@
+"""One visit to a remote target, step by step: prepare, sync, prebuilt cubins, run, fetch; and what to do when a step breaks.
+
+Every step is a command line (``commands.py``) that ran and how it went; they go into the record of the visit.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megamoe_cli import paths
+from megamoe_cli.errors import EnvironmentUnfit, MegamoeError, TimedOut, UsageError
+from megamoe_cli.remote import commands, transport
+from megamoe_cli.remote.hold import TAKEN
+from megamoe_cli.remote.passthrough import NO_GPU, Inner
+from megamoe_cli.remote.targets import Target
+from megamoe_cli.remote.transport import Attached, ConnectionLost, Step, call, explain_rsync, explain_ssh, last_line
+
+if TYPE_CHECKING:
+    from megamoe_cli.compile.driver import BuildRequest
+
+SCHEMA = "megamoe.remote/1"
+_SHORT_S = 30.0  # a step that only asks
+_COPY_S = 120.0
+_RECONNECT_S = (0.0, 1.0, 3.0)
+
+
+@dataclass
+class Visit:
+    """``say``/``warn``: messages to the user. ``steps``: everything that ran."""
+
+    target: Target
+    say: Callable[[str], None] = lambda text: None
+    warn: Callable[[str], None] = lambda text: None
+    remote_compiler: bool = False
+    wait_s: float = 0.0
+    steps: list[Step] = field(default_factory=list)
+    has_gpu: bool = False
+    cubins: list[dict[str, Any]] = field(default_factory=list)
+
+    # ---- before ----
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """One visit at a time from this checkout to this target: a second one would change files under the first."""
+        from filelock import FileLock, Timeout
+
+        from megamoe_cli.compile.cache import key_of
+
+        name = key_of(host=self.target.host, path=self.target.path, client=commands.client_name())[:16]
+        folder = paths.cache_dir() / "remote"
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(str(folder / f"{name}.lock"))
+        try:
+            lock.acquire(timeout=max(self.wait_s, 0.2))
+        except Timeout:
+            raise EnvironmentUnfit(f"another megamoe remote of this checkout is using {self.target.label}",
+                                   hint="wait for it (--wait 60), or use another checkout") from None
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def prepare(self) -> None:
+        """The folder is ours, the container answers, nothing of an earlier run is left."""
+        step = self._call("prepare", commands.prepare(self.target), _SHORT_S)
+        if step.exit_code != 0:
+            raise self._explain_prepare(step)
+        lines = step.stdout.splitlines()
+        self.has_gpu = "gpu=1" in lines
+        left = next((json.loads(line) for line in lines if line.startswith("{")), {"ended": [], "running": []})
+        self._report_reaped(left)
+        if left["running"]:
+            job = left["running"][0]
+            raise EnvironmentUnfit(
+                f"job {job['job']} of this checkout still runs on {self.target.label}: {' '.join(job.get('command') or [])[:120]}",
+                hint=f"megamoe remote attach {job['job']}, or megamoe remote cancel {job['job']}")
+
+    def _report_reaped(self, answer: dict[str, Any]) -> None:
+        for entry in answer["ended"]:
+            if entry["killed"]:
+                self.warn(f"{self.target.label}: {entry['killed']} processes of job {entry['job'] or '(unknown)'} were still there "
+                          "and have been ended")
+            if entry["left"]:
+                raise EnvironmentUnfit(f"{self.target.label}: processes {entry['left']} of an earlier job cannot be killed",
+                                       hint="they are stuck in a driver call; ask who runs the machine")
+
+    def _explain_prepare(self, step: Step) -> MegamoeError:
+        target = self.target
+        if step.exit_code == commands.NOT_OURS:
+            return UsageError(f"{target.label}: {target.path} has contents that megamoe did not put there",
+                              hint="set path to a new folder: what lies in it is deleted when it is gone here", rule="remote-target")
+        if step.exit_code == commands.NO_CONTAINER:
+            return EnvironmentUnfit(f"{target.label}: container {target.container} does not answer: {last_line(step.stderr)}",
+                                    hint=f"start it on the host, with {target.path} mounted")
+        if step.exit_code == commands.NOT_MOUNTED:
+            return EnvironmentUnfit(f"{target.label}: container {target.container} does not see {target.inside}",
+                                    hint=f"mount {target.path} into it, or set container_path to where it is mounted")
+        if step.exit_code == transport.SSH_FAILED:
+            return explain_ssh(target, step.stderr)
+        return EnvironmentUnfit(f"{target.label}: {target.path} cannot be prepared: {last_line(step.stderr) or step.exit_code}")
+
+    def sync(self) -> list[str]:
+        """Sends what changed; returns the names of the files that travelled."""
+        command, folder = commands.sync(self.target)
+        step = self._call("sync", command, _COPY_S, cwd=folder)
+        if step.exit_code != 0:
+            raise explain_rsync(self.target, step)
+        sent = [line.split(" ", 2)[2] for line in step.stdout.splitlines()
+                if line.startswith(("send ", "del.")) and line.count(" ") >= 2 and not line.endswith("/")]
+        self.say(f"{self.target.label}: {len(sent)} changed files sent" if sent else f"{self.target.label}: up to date")
+        return sent
+
+    def prebuild(self, requests: Sequence[BuildRequest], jobs: int | None = None) -> None:
+        """Compiles here what the far side will ask for, and sends it. BuildFailed before anything runs there."""
+        if not requests or self.remote_compiler:
+            return
+        from megamoe_cli.compile import prebuilt
+        from megamoe_cli.compile.driver import build_many, prepare
+
+        start = time.monotonic()
+        kernels = [outcome.result() for outcome in build_many(list(requests), jobs)]
+        self.cubins = [prebuilt.describe(kernel.manifest) for kernel in kernels]
+        with tempfile.TemporaryDirectory(prefix="megamoe-cubins-") as folder:
+            prebuilt.export([(prepare(r), k) for r, k in zip(requests, kernels)], Path(folder))
+            step = self._call("send cubins", commands.sync_prebuilt(self.target, Path(folder)), _COPY_S)
+        if step.exit_code != 0:
+            raise explain_rsync(self.target, step)
+        fresh = sum(not kernel.hit for kernel in kernels)
+        self.say(f"{len(kernels)} cubins built here ({fresh} now, {time.monotonic() - start:.1f} s)")
+
+    # ---- the job ----
+
+    def job_command(self, job: str, inner: Inner, *, detach: bool = False) -> list[str]:
+        more = {**inner.env, "MEGAMOE_SOURCE_STATE": json.dumps(_source_state())}
+        env = commands.environment(self.target, remote_compiler=self.remote_compiler, more=more)
+        words = inner.words(self.target, detached=detach)
+        return commands.job(self.target, job, words, env, what=inner.what, wait_s=self.wait_s, detach=detach,
+                            lock=inner.name not in NO_GPU)
+
+    def run(self, job: str, command: list[str]) -> int:
+        """Runs it in the foreground; returns the exit code of the far command.
+
+        EnvironmentUnfit: the box is taken, or has no such program. ConnectionLost: and what could be found out after.
+        """
+        step = Step("run", command)
+        self.steps.append(step)
+        try:
+            code = Attached(step, self.target.limits().remote + self.wait_s).run()
+        except TimedOut:
+            raise TimedOut(f"{self.target.label}: no answer within {self.target.limits().remote:g} s; {self.clean_up(job)}"
+                           f"{_last_words(step)}") from None
+        except BaseException:
+            self.clean_up(job)
+            raise
+        if code == transport.SSH_FAILED:
+            error = explain_ssh(self.target, step.stderr)
+            if isinstance(error, ConnectionLost):
+                raise ConnectionLost(f"{error} after {step.seconds:.0f} s; {self.clean_up(job)}", error.hint)
+            raise error
+        return self._judge(code, step)
+
+    def _judge(self, code: int, step: Step) -> int:
+        if code == TAKEN:
+            holders = "; ".join(line[7:] for line in step.stderr.splitlines() if line.startswith("taken: "))
+            raise EnvironmentUnfit(f"{self.target.label} is taken: {holders or 'by somebody'}", hint="wait for it with --wait 300")
+        if code in (125, 126, 127):
+            raise EnvironmentUnfit(f"{self.target.label}: {last_line(step.stderr) or f'the command could not be started ({code})'}",
+                                   hint="check python, container and path of the target")
+        return code
+
+    def start(self, job: str, command: list[str]) -> None:
+        """Starts it detached: the lock, the agent and the command outlive this connection."""
+        step = self._call("start", command, _SHORT_S + self.wait_s)
+        if step.exit_code == transport.SSH_FAILED:
+            raise explain_ssh(self.target, step.stderr)
+        self._judge(step.exit_code or 0, step)
+        if step.exit_code != 0:
+            raise EnvironmentUnfit(f"{self.target.label}: the job could not be started: {last_line(step.stderr) or step.exit_code}")
+        for _ in range(50):  # the agent writes job.json first of all
+            if any(entry["job"] == job for entry in self._ask("status", ["status"])["jobs"]):
+                return
+            time.sleep(0.2)
+        raise EnvironmentUnfit(f"{self.target.label}: job {job} did not start")
+
+    # ---- after ----
+
+    def clean_up(self, job: str) -> str:
+        """Over a new connection: ends what is left of ``job``. Returns what to tell the user."""
+        for pause in _RECONNECT_S:
+            time.sleep(pause)
+            try:
+                answer = self.reap([job])
+            except MegamoeError:
+                continue
+            killed = sum(entry["killed"] for entry in answer["ended"])
+            return f"its {killed} processes there were ended" if killed else "nothing of it is left there"
+        return (f"{self.target.label} does not answer now: the far side ends the job by itself within {self.target.silence:g} s; "
+                "check with: megamoe remote reap")
+
+    def reap(self, jobs: Sequence[str] = (), everything: bool = False) -> dict[str, Any]:
+        """Ends leftovers; ``{"ended": [...], "running": [...]}``."""
+        words = ["reap", *(["--all"] if everything else []), *jobs]
+        return self._ask("reap", words)
+
+    def status(self) -> dict[str, Any]:
+        """Jobs of this checkout, the machine, and who holds its GPUs."""
+        answer = self._ask("status", ["status"])
+        step = self._call("locks", commands.locks(self.target), _SHORT_S)
+        answer["locks"] = json.loads(step.stdout) if step.exit_code == 0 else None
+        return answer
+
+    def _ask(self, what: str, words: list[str]) -> dict[str, Any]:
+        step = self._call(what, commands.ssh(self.target, commands.agent(self.target, words)), _SHORT_S)
+        if step.exit_code == transport.SSH_FAILED:
+            raise explain_ssh(self.target, step.stderr)
+        try:
+            return json.loads(step.stdout.splitlines()[-1])
+        except (IndexError, ValueError):
+            raise EnvironmentUnfit(f"{self.target.label}: {what}: {last_line(step.stderr) or 'no answer'}",
+                                   hint="nothing of this checkout has run there yet, or python is missing") from None
+
+    def fetch(self, job: str, inner: Inner | None, results_dir: Path) -> list[Path]:
+        """Brings the job's records here. Returns the run folders, each with ``remote.json`` (the host's provenance)."""
+        with tempfile.TemporaryDirectory(prefix="megamoe-fetch-") as temporary:
+            step = self._call("fetch", commands.fetch(self.target, job, Path(temporary)), _COPY_S)
+            if step.exit_code != 0:
+                raise explain_rsync(self.target, step)
+            folders = [p for p in sorted((Path(temporary) / "results").glob("*")) if p.is_dir()]
+            document = self.document(job, Path(temporary))
+            moved = []
+            for folder in folders:
+                results_dir.mkdir(parents=True, exist_ok=True)
+                goal = results_dir / folder.name
+                shutil.copytree(folder, goal, dirs_exist_ok=True)
+                (goal / "remote.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+                moved.append(goal)
+        if inner is not None and inner.junit is not None:
+            found = [folder / "junit.xml" for folder in moved if (folder / "junit.xml").is_file()]
+            if found:
+                inner.junit.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(found[-1], inner.junit)
+            else:
+                self.warn(f"no JUnit file came back for {inner.junit}")
+        return moved
+
+    def document(self, job: str, folder: Path) -> dict[str, Any]:
+        """Where the results come from: target, machine, how the job ended, who built the cubins, every command line."""
+        far = _load(folder / "job.json") or {}
+        target = self.target
+        return {"schema": SCHEMA, "job": job, "target": target.name, "host": target.host, "container": target.container or None,
+                "gpus": target.gpus, "limits": vars(target.limits()), "machine": far.get("facts"), "command": far.get("command"),
+                "end": _load(folder / "end.json"), "cubins": self.cubins, "steps": [step.to_dict() for step in self.steps]}
+
+    def _call(self, what: str, command: list[str], timeout_s: float, cwd: Path | None = None) -> Step:
+        return call(what, command, timeout_s=timeout_s, cwd=cwd, on_start=self.steps.append)
+
+
+def _source_state() -> dict[str, Any]:
+    from megamoe_cli.report.record import source_state
+
+    return source_state()
+
+
+def _load(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def _last_words(step: Step) -> str:
+    said = last_line(step.stderr)
+    return f"; its last words: {said}" if said else ""
+
+
+def innermost(folders: Sequence[Path]) -> str:
+    """The fault nearest to the device that the records hold, or an empty string."""
+    order = ("fault", "hang", "crash", "error", "fail")
+    found: list[tuple[int, str]] = []
+    for folder in folders:
+        for result in (_load(folder / "results.json") or {}).get("results", []):
+            if result.get("status") in order:
+                fault = (result.get("fault") or {}).get("text") or result.get("message") or result["status"]
+                found.append((order.index(result["status"]), f"{result['id']}: {result['status']}: {fault}"))
+    return min(found)[1] if found else ""
