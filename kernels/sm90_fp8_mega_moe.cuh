@@ -27,15 +27,17 @@ MM_DEVICE void run(const KernelParams& p) {
     if constexpr (C::kPhase == Phase::kStub) {
         if (hw::cta_idx() == 0 && thread == 0) write_stub_report<C>(p, smem);
     }
+    Trace<C::kTrace> trace(p, 0, thread == 0);
+    if constexpr (C::kPhase >= Phase::kDispatch) {
+        if (hw::cta_idx() < p.dispatch_ctas) DispatchSend<C>(p, smem, epoch).run();
+        trace.stamp(kTraceSent);
+    }
     if (warp < C::kFrontendWarps) {
         // Compact: dispatch and TMA share a warpgroup, so they share its register count.
         if constexpr (C::kDispatchWarps % 4 != 0) hw::reg_dealloc<C::kRegsDispatch>();
         if (warp < C::kDispatchWarps) {
             if constexpr (C::kDispatchWarps % 4 == 0) hw::reg_dealloc<C::kRegsDispatch>();
             if constexpr (C::kPhase >= Phase::kDispatch) {
-                Trace<C::kTrace> trace(p, 0, thread == 0);
-                DispatchSend<C>(p, smem, epoch, thread).run();
-                trace.stamp(kTraceSent);
                 DispatchPull<C>(p, bars, smem, epoch, thread).run(trace);
             }
         } else {

@@ -10,7 +10,7 @@ from . import abi
 from .abi import KernelParams, ParamFlags
 from .backends.base import Backend, Kernel
 from .errors import UsageError
-from .layout import CONTROL_WORDS, Layout, ViewSpec
+from .layout import CONTROL_WORDS, REGIONS, Layout, ViewSpec
 from .shapes import Shape
 from .weights import LayerWeights
 
@@ -31,6 +31,7 @@ class RankBuffer:
     def __init__(self, backend: Backend, layout: Layout, rank: int, name: str) -> None:
         self.backend, self.layout, self.rank, self.name = backend, layout, rank, name
         self.memory = backend.alloc(rank, layout.total_bytes, symmetric=True, name=name)
+        backend.divide(rank, name, [(part, layout.region_offset[part], layout.region_bytes[part]) for part in REGIONS])
 
     def region(self, name: str) -> torch.Tensor:
         """The raw bytes of a region (both banks where there are two)."""

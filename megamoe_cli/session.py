@@ -240,10 +240,10 @@ class Session:
         if self.poison:
             # Peers touch these only after this rank's next count flag, so filling them here races with nobody.
             for region in (*INPUT_VIEWS, *_POISONED):
-                program.fill(rank, buffer.region(region), POISON)
+                program.fill(rank, buffer.region(region), POISON, undefined=True)
             for tensor in (staged.y, staged.l1_raw, staged.stub_report):
                 if tensor is not None:
-                    program.fill(rank, tensor, POISON)
+                    program.fill(rank, tensor, POISON, undefined=True)
         for name, tensor in staged.inputs.items():
             program.copy(rank, buffer.view(name)[: staged.tokens], tensor)
         params = self.params(launch, rank, options)

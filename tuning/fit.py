@@ -108,19 +108,18 @@ def _cost(choice: Choice, group: Sequence[Point]) -> tuple[int, float]:
 
 
 def _cover(groups: Sequence[Sequence[Point]], allowed: Sequence[Sequence[Choice]], registers: Callable[[Choice], int]) -> list[Choice]:
-    """The smallest set of configurations with an allowed one at every size; ties: proven, incumbents, registers, names."""
+    """The smallest set of configurations with an allowed one at every size. Ties: fewest uses without proof (so the
+    incumbents'), least loss, fewest registers."""
     pool = list(dict.fromkeys(c for options in allowed for c in options))
 
     def total(subset: Sequence[Choice]) -> tuple:
-        unproven, loss, changed = 0, 0.0, 0
+        unproven, loss = 0, 0.0
         for group, options in zip(groups, allowed):
             best = min(_cost(c, group) for c in subset if c in options)
             unproven, loss = unproven + best[0], loss + best[1]
-            changed += not any(c == p.incumbent for p in group for c in subset if c in options)
         # Losses are compared in steps of 0.1 %: finer differences are noise, and registers decide.
-        return unproven, changed if unproven else 0, round(1000 * loss / len(groups)), sum(registers(c) for c in subset), sorted(c.name() for c in subset)
+        return unproven, round(1000 * loss / len(groups)), sum(registers(c) for c in subset), sorted(c.name() for c in subset)
 
-    # A configuration whose sizes another one covers as well, at no more cost, is never needed; that keeps the search small.
     if len(pool) <= EXACT_CANDIDATES:
         for count in range(1, min(4, len(pool)) + 1):
             fits = [s for s in itertools.combinations(pool, count) if all(any(c in options for c in s) for options in allowed)]

@@ -48,6 +48,7 @@ class Trial:
     seconds: float = 0.0
     at: str = ""
     worker: int = 0  # which start of the measuring processes it ran in: a confirmation is from another one
+    machine: str = ""  # id of the GPU in the run's machine.json
     stderr: list[str] = field(default_factory=list)
 
     @property

@@ -6,6 +6,7 @@ depend on the set of candidates: adding one to a finished run measures that one.
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -42,8 +43,8 @@ class Settings:
 
 @dataclass
 class Plan:
-    """See the module. ``incumbents``: tokens -> what the existing tables pick there, resolved. ``digest``: of the kernel
-    sources. ``scripted``: the fake device's script, or empty."""
+    """See the module. ``incumbents``: (first token count, what the existing tables pick from there on), ascending from 0,
+    resolved. ``digest``: of the kernel sources. ``scripted``: the fake device's script, or empty."""
 
     run: str
     shape: Shape
@@ -55,7 +56,7 @@ class Plan:
     strategy: str
     space: str
     candidates: list[Choice]
-    incumbents: dict[int, Choice]
+    incumbents: list[tuple[int, Choice]]
     incumbent_from: str
     default: Choice
     seed: int
@@ -71,6 +72,10 @@ class Plan:
 
     def problem(self, tokens: int) -> Problem:
         return Problem.make(self.shape, self.ranks, tokens, self.capacity)
+
+    def incumbent(self, tokens: int) -> Choice:
+        """What every candidate has to beat at ``tokens`` per rank."""
+        return self.incumbents[bisect.bisect_right([start for start, _ in self.incumbents], tokens) - 1][1]
 
     def load(self, tokens: float) -> float:
         """Expected tokens per local expert."""
@@ -106,7 +111,7 @@ class Plan:
         return {
             "schema": SCHEMA, "run": self.run, "shape": self.shape.as_list(), "ranks": self.ranks, "machine": asdict(self.machine),
             "sizes": self.sizes, "capacity": self.capacity, "routing": self.routing, "strategy": self.strategy, "space": self.space,
-            "candidates": [c.to_dict() for c in self.candidates], "incumbents": {str(t): c.to_dict() for t, c in self.incumbents.items()},
+            "candidates": [c.to_dict() for c in self.candidates], "incumbents": [[start, c.to_dict()] for start, c in self.incumbents],
             "incumbent_from": self.incumbent_from, "default": self.default.to_dict(), "seed": self.seed, "settings": asdict(self.settings),
             "digest": self.digest, "accounts": self.accounts, "holdout": self.holdout, "scripted": self.scripted, "fingerprint": self.fingerprint(),
         }
@@ -126,7 +131,7 @@ class Plan:
             return cls(
                 data["run"], Shape(*data["shape"]), data["ranks"], Machine(**data["machine"]), data["sizes"], data["capacity"],
                 data["routing"], data["strategy"], data["space"], [Choice.from_dict(c) for c in data["candidates"]],
-                {int(t): Choice.from_dict(c) for t, c in data["incumbents"].items()}, data["incumbent_from"], Choice.from_dict(data["default"]),
+                [(start, Choice.from_dict(c)) for start, c in data["incumbents"]], data["incumbent_from"], Choice.from_dict(data["default"]),
                 data["seed"], Settings(**{k: v for k, v in data["settings"].items() if k in known}), data["digest"], data["accounts"],
                 data["holdout"], data["scripted"])
         except OSError as error:
@@ -139,16 +144,21 @@ def _number(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
 
 
-def incumbents(query: Query, sizes: Sequence[int], library: Library, default: Choice, kind: str) -> tuple[dict[int, Choice], str]:
-    """What is picked today at each size, resolved, and where from. ``kind``: auto (a measured table first), baseline, or
-    default (the built-in configuration everywhere)."""
+def incumbents(query: Query, most: int, library: Library, default: Choice, kind: str) -> tuple[list[tuple[int, Choice]], str]:
+    """What is picked today for each count up to ``most``, as steps, resolved, and where from. ``kind``: auto (a measured
+    table first), baseline, or default (the built-in configuration everywhere)."""
     if kind == "default":
-        return {tokens: default for tokens in sizes}, "the built-in default"
+        return [(0, default)], "the built-in default"
     if kind == "baseline":
         library = Library([(t, p) for t, p in library.tables if t.source == "baseline"], library.problems)
-    picks = {tokens: lookup(query, tokens, library) for tokens in sizes}
-    sources = list(dict.fromkeys(pick.table.name if pick.table else "the built-in default" for pick in picks.values()))
-    return {tokens: resolved(pick.choice, query.shape, query.ranks) for tokens, pick in picks.items()}, ", ".join(sources)
+    steps: list[tuple[int, Choice]] = []
+    sources: dict[str, None] = {}
+    for tokens in range(most + 1):
+        pick = lookup(query, tokens, library)
+        sources[pick.table.name if pick.table else "the built-in default"] = None
+        if not steps or steps[-1][1] != pick.choice:
+            steps.append((tokens, pick.choice))
+    return [(start, resolved(choice, query.shape, query.ranks)) for start, choice in steps], ", ".join(sources)
 
 
 def default_sizes(ranks: int) -> list[int]:

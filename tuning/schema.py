@@ -126,6 +126,7 @@ class Evidence:
     verdict: str = ""
     rounds: int = 0
     machine: str = ""
+    stage: str = ""  # what measured it last: final, confirm (in a fresh process), validate, noise (the incumbent itself)
     floor_us: float | None = None
     model_us: float | None = None
     line: int = field(default=0, compare=False)

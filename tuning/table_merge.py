@@ -26,18 +26,19 @@ def pick_at(table: Table, value: float) -> Choice:
 
 
 def slowdowns(table: Table, choice: Choice, low: float, high: float) -> dict[int, float]:
-    """Tokens -> how much slower ``choice`` was than the best configuration measured with it, for sizes in [low, high)."""
+    """Tokens -> how much slower ``choice`` was than the best configuration measured there, for sizes in [low, high). By the
+    paired ratios to the machine's incumbent: times of different moments are not compared."""
     ranks, topk, experts = (table.match.get(key) or 1 for key in ("ranks", "topk", "experts"))
     names = [name for name, own in table.configs.items() if own == choice]
     by_size: dict[int, list[Evidence]] = {}
     for row in table.evidence:
-        if row.median_us is not None and low <= table.axis_value(row.tokens, ranks, topk, experts) < high:
+        if row.vs_incumbent is not None and low <= table.axis_value(row.tokens, ranks, topk, experts) < high:
             by_size.setdefault(row.tokens, []).append(row)
     out = {}
     for tokens, rows in by_size.items():
-        mine = [row.median_us for row in rows if row.config in names and row.median_us]
+        mine = [row.vs_incumbent for row in rows if row.config in names]
         if mine:
-            out[tokens] = min(mine) / min(row.median_us for row in rows if row.median_us) - 1
+            out[tokens] = min(mine) / min(row.vs_incumbent for row in rows) - 1  # type: ignore[operator]
     return out
 
 

@@ -144,7 +144,7 @@ def _evidence(node: Located, problems: list[Problem]) -> Evidence | None:
             values[key] = row.take(key, _pair, "two numbers, low then high", None, required=False)
         values["verdict"] = row.text("verdict", required=False, choices=VERDICTS)
         values["rounds"] = row.integer("rounds", 0, required=False, low=0)
-        values["machine"] = row.text("machine", required=False)
+        values["machine"], values["stage"] = row.text("machine", required=False), row.text("stage", required=False)
     return None if any(p.rule != "unknown-key" for p in problems[before:]) else Evidence(**values)
 
 

@@ -1,4 +1,5 @@
-// Dispatch warps, first half: tell every expert's owner which of this rank's rows it will get.
+// The head of a launch, by every thread of the sending CTAs before roles part (math warps have nothing to do
+// yet): tell every expert's owner which of this rank's rows it will get.
 // Per CTA: histogram of experts in shared memory, one global add per expert to stake a range, rank-wide
 // barrier, prefix over experts, then each entry goes to its place in the owner's list. With one CTA
 // (small calls) the global steps drop out, and the whole head costs a few CTA barriers.
@@ -31,7 +32,7 @@ MM_DEVICE u32 warp_prefix(const u32* in, u32* out, u32 n, u32 round) {
 
 template <class C>
 struct DispatchSend {
-    static constexpr u32 kThreads = C::kDispatchWarps * 32;
+    static constexpr u32 kThreads = C::kThreads;
 
     const KernelParams& p;
     u32 epoch, thread;
@@ -39,15 +40,15 @@ struct DispatchSend {
     u32* prefix;      // [E] this rank's entries per expert, then where they start; last, the push cursor
     u32* broadcast;
 
-    MM_DEVICE DispatchSend(const KernelParams& params, u8* smem, u32 launch_epoch, u32 dispatch_thread)
-        : p(params), epoch(launch_epoch), thread(dispatch_thread) {
+    MM_DEVICE DispatchSend(const KernelParams& params, u8* smem, u32 launch_epoch)
+        : p(params), epoch(launch_epoch), thread(hw::thread_idx()) {
         const u32 local = local_experts(p);
         histogram = reinterpret_cast<u32*>(smem + SharedPlan<C>::send(p.hidden, local, p.num_ranks));
         prefix = histogram + round_up(4 * p.num_experts, 16) / 4;
         broadcast = prefix + round_up(4 * p.num_experts, 16) / 4;
     }
 
-    MM_DEVICE void sync() const { hw::bar_sync(kBarDispatch, kThreads); }
+    MM_DEVICE void sync() const { hw::cta_sync<kThreads>(); }
     MM_DEVICE u32 first() const { return hw::cta_idx() * kThreads + thread; }
     MM_DEVICE u32 stride() const { return p.dispatch_ctas * kThreads; }
 
@@ -72,7 +73,7 @@ struct DispatchSend {
             }
         }
     }
-    static constexpr u32 kIdUnroll = 4;
+    static constexpr u32 kIdUnroll = 2;
 
     MM_DEVICE void count() const {
 #pragma unroll 1
@@ -158,12 +159,10 @@ struct DispatchSend {
     }
 
     MM_DEVICE void run() const {
-        if (hw::cta_idx() < p.dispatch_ctas) {
-            count();
-            stake();
-            push();
-            publish();
-        }
+        count();
+        stake();
+        push();
+        publish();
     }
 };
 

@@ -57,6 +57,7 @@ class Copy:
 class Fill:
     dst: torch.Tensor
     byte: int
+    undefined: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -99,14 +100,15 @@ class Program:
         if size:
             self.ops[rank].append(Copy(dst, src))
 
-    def fill(self, rank: int, tensor: torch.Tensor, byte: int) -> None:
-        """Every byte of a dense tensor to ``byte``."""
+    def fill(self, rank: int, tensor: torch.Tensor, byte: int, *, undefined: bool = False) -> None:
+        """Every byte of a dense tensor to ``byte``. ``undefined``: nobody may use it before someone writes it (the
+        emulator reports who does)."""
         if not 0 <= byte <= 255:
             raise ValueError(f"{byte} is not a byte")
         if not _dense(tensor):
             raise ValueError("fills are byte fills: the tensor must be dense")
         if tensor.numel():
-            self.ops[rank].append(Fill(tensor, byte))
+            self.ops[rank].append(Fill(tensor, byte, undefined))
 
     def launch(self, rank: int, kernel: Kernel, params: KernelParams, grid: int) -> None:
         """``params`` is copied; ``grid`` is a positive multiple of the cluster size."""
@@ -210,6 +212,10 @@ class Backend(ABC):
     @abstractmethod
     def run(self, program: Program, timeout_s: float) -> RunResult:
         """Executes a program and waits. TimedOut when it is not done in time; the backend is unusable after that."""
+
+    def divide(self, rank: int, name: str, parts: Sequence[tuple[str, int, int]]) -> None:
+        """Says what lies where in the symmetric allocation ``name``: (part, offset, bytes). The emulator then knows the
+        parts' bounds and names them in reports; elsewhere it means nothing."""
 
     def grid(self, config: KernelConfig, requested: int | None = None) -> int:
         """CTAs of a launch: what was asked for, at most what fits per rank, a multiple of the cluster size."""

@@ -12,13 +12,14 @@ import hashlib
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import ClassVar
 
 from ..errors import BuildFailed, EnvironmentUnfit, MegamoeError, UsageError
 from .emu_symbols import Symbolizer
 
-API_VERSION = 1
+API_VERSION = 2
 SCHEDULES = ("fifo", "random", "pct")
 COMPLETIONS = ("eager", "random", "lazy")
 _STOP_PATIENCE_S = 10.0
@@ -28,8 +29,8 @@ _u32, _u64, _int = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_int
 
 class _Options(ctypes.Structure):
     _fields_ = [("seed", _u64), *((name, _u32) for name in (
-        "schedule", "completion", "races", "preempt", "uninit", "resident_ctas", "max_findings", "reserved")),
-        ("max_slices", _u64), ("wall_limit_s", ctypes.c_double)]
+        "schedule", "completion", "races", "preempt", "uninit", "resident_ctas", "max_findings", "mutant")),
+        ("max_slices", _u64), ("jump_ns", _u64), ("wall_limit_s", ctypes.c_double)]
 
 
 class _Finding(ctypes.Structure):
@@ -39,7 +40,7 @@ class _Finding(ctypes.Structure):
 
 class _Stats(ctypes.Structure):
     _fields_ = [*((name, _u64) for name in ("slices", "switches", "wgmmas", "tensor_loads", "bulk_copies", "idle_rounds",
-                                            "launches", "virtual_ns")), ("seconds", ctypes.c_double)]
+                                            "launches", "mutant_hits", "virtual_ns")), ("seconds", ctypes.c_double)]
 
 
 class _KernelInfo(ctypes.Structure):
@@ -54,7 +55,10 @@ class EmuOptions:
     lazy (only when no thread can run). Unless eager, their destinations hold NaN patterns until they complete.
     ``races`` needs kernels of the checked flavour. ``preempt`` also switches at plain accesses (checked, not fifo).
     ``uninit`` reports reads of bytes never written (checked kernels). ``resident_ctas`` per rank, 0 = all.
-    ``start_delay`` in virtual ns per rank. ``max_slices`` and ``wall_limit_s`` (0 = none) end a run as a livelock.
+    Per rank: ``start_delay`` in virtual ns; ``slow`` n > 1: a warp of it runs one time in n while others could;
+    ``stop_after`` n > 0: it dies after n turns of its warps, and a wait for it is a ``rank-stopped`` finding instead of
+    a deadlock. ``mutant``: the fault that ``hw::mutant`` switches on (tests/mutants). ``jump_ns``: the clock's first jump
+    when nothing can run (0: 1 s; each jump doubles). ``max_slices`` and ``wall_limit_s`` (0 = none) end a run as a livelock.
     """
 
     seed: int = 0
@@ -65,6 +69,10 @@ class EmuOptions:
     uninit: bool = True
     resident_ctas: int = 0
     start_delay: Sequence[int] = ()
+    slow: Sequence[int] = ()
+    stop_after: Sequence[int] = ()
+    mutant: int = 0
+    jump_ns: int = 0
     max_findings: int = 32
     max_slices: int = 0
     wall_limit_s: float = 0.0
@@ -73,7 +81,7 @@ class EmuOptions:
 @dataclass(frozen=True)
 class EmuFinding:
     """One thing found wrong. ``kind``: deadlock, race, bounds, uninit, misaligned, foreign, barrier, mbarrier, warp,
-    wgmma, bulk, async, register, cluster, tensormap, trap, stack, livelock, stopped. ``chain``: the inlined calls that
+    wgmma, bulk, async, register, cluster, tensormap, trap, stack, livelock, rank-stopped, stopped. ``chain``: the inlined calls that
     led there, innermost first (``file:line``), when the library has line tables. Ids are -1 where they do not apply."""
 
     kind: str
@@ -108,6 +116,7 @@ class EmuStats:
     bulk_copies: int
     idle_rounds: int
     launches: int
+    mutant_hits: int  # times an operation asked for the fault that is switched on
     virtual_ns: int
     seconds: float
 
@@ -167,9 +176,12 @@ class EmuRuntime:
             ("mm_emu_program_new", ptr, [_u32]),
             ("mm_emu_program_free", None, [ptr]),
             ("mm_emu_start_delay", _int, [ptr, _u32, _u64]),
+            ("mm_emu_slow", _int, [ptr, _u32, _u32]),
+            ("mm_emu_stop_after", _int, [ptr, _u32, _u64]),
             ("mm_emu_add_region", _int, [ptr, _u64, _u64, _int, text, _int, _int]),
             ("mm_emu_copy", _int, [ptr, _u32, _u64, _u64, _u64]),
             ("mm_emu_fill", _int, [ptr, _u32, _u64, _u32, _u64]),
+            ("mm_emu_undefine", _int, [ptr, _u32, _u64, _u64]),
             ("mm_emu_launch", _int, [ptr, _u32, ptr, text, _u64, _u32, _u32]),
             ("mm_emu_run", _int, [ptr, ctypes.POINTER(_Options)]),
             ("mm_emu_stop", None, [ptr]),
@@ -190,8 +202,8 @@ class EmuRuntime:
     def kernel(self, path: str | Path, name: str = "mega_moe") -> EmuKernel:
         return EmuKernel(self, path, name)
 
-    def program(self, ranks: int, warp_roles: Sequence[str] = ()) -> EmuProgram:
-        return EmuProgram(self, ranks, warp_roles)
+    def program(self, ranks: int) -> EmuProgram:
+        return EmuProgram(self, ranks)
 
 
 class EmuKernel:
@@ -215,15 +227,16 @@ class EmuKernel:
 
 class EmuProgram:
     """Regions and one ordered list of operations per rank. Addresses are integers; memory stays the caller's and must
-    outlive ``run``. ``warp_roles[i]`` names warp i in reports. UsageError for what the runtime refuses."""
+    outlive ``run``. UsageError for what the runtime refuses."""
 
-    def __init__(self, runtime: EmuRuntime, ranks: int, warp_roles: Sequence[str] = ()) -> None:
-        self.runtime, self.ranks, self.warp_roles = runtime, ranks, tuple(warp_roles)
+    def __init__(self, runtime: EmuRuntime, ranks: int) -> None:
+        self.runtime, self.ranks = runtime, ranks
         self._lib = runtime._lib
         self._handle = self._lib.mm_emu_program_new(ranks)
         if not self._handle:
             raise UsageError(runtime.error())
         self._kernels: dict[int, EmuKernel] = {}
+        self._roles: dict[int, tuple[str, ...]] = {}  # as _kernels, by where the library lies
 
     def add_region(self, address: int, nbytes: int, rank: int, name: str, symmetric: bool, initialised: bool) -> None:
         """Memory kernels may touch: by every rank if ``symmetric``, else by ``rank`` only (-1: all, as symmetric).
@@ -238,12 +251,19 @@ class EmuProgram:
             raise UsageError(f"fill value {value} is not a byte")
         self.runtime.check(self._lib.mm_emu_fill(self._handle, rank, dst, value, nbytes))
 
-    def launch(self, rank: int, kernel: EmuKernel, params: bytes, grid: int, smem_bytes: int) -> None:
-        """Appends a launch of ``grid`` CTAs with ``smem_bytes`` of dynamic shared memory."""
+    def undefine(self, rank: int, dst: int, nbytes: int) -> None:
+        """From here on in the rank's list, these bytes count as never written (with ``uninit``)."""
+        self.runtime.check(self._lib.mm_emu_undefine(self._handle, rank, dst, nbytes))
+
+    def launch(self, rank: int, kernel: EmuKernel, params: bytes, grid: int, smem_bytes: int,
+               warp_roles: Sequence[str] = ()) -> None:  # fmt: skip
+        """Appends a launch of ``grid`` CTAs with ``smem_bytes`` of dynamic shared memory. ``warp_roles[i]`` names warp i
+        in reports."""
         if kernel.handle is None:
             raise MegamoeError("launch of a closed kernel")
         self.runtime.check(self._lib.mm_emu_launch(self._handle, rank, kernel.handle, bytes(params), len(params), grid, smem_bytes))
         self._kernels[kernel.image_begin] = kernel
+        self._roles[kernel.image_begin] = tuple(warp_roles)
 
     def run(self, options: EmuOptions | None = None) -> EmuReport:
         """Executes all lists. The run lives in a thread of its own, so that Ctrl-C stops it: KeyboardInterrupt."""
@@ -277,30 +297,36 @@ class EmuProgram:
                 raise UsageError(f"unknown {what} '{value}' (one of {', '.join(allowed)})")
         if options.races and not all(kernel.checked for kernel in self._kernels.values()):
             raise UsageError("the race check needs kernels of the checked flavour")
-        if len(options.start_delay) > self.ranks:
-            raise UsageError(f"start_delay has {len(options.start_delay)} entries for {self.ranks} ranks")
-        for rank in range(self.ranks):
-            delay = options.start_delay[rank] if rank < len(options.start_delay) else 0
-            self.runtime.check(self._lib.mm_emu_start_delay(self._handle, rank, delay))
+        for name in ("start_delay", "slow", "stop_after"):
+            values = getattr(options, name)
+            if len(values) > self.ranks:
+                raise UsageError(f"{name} has {len(values)} entries for {self.ranks} ranks")
+            for rank, value in enumerate([*values, *[0] * (self.ranks - len(values))]):
+                self.runtime.check(getattr(self._lib, f"mm_emu_{name}")(self._handle, rank, value))
         return _Options(
             seed=options.seed, schedule=SCHEDULES.index(options.schedule), completion=COMPLETIONS.index(options.completion),
             races=options.races, preempt=options.preempt, uninit=options.uninit, resident_ctas=options.resident_ctas,
-            max_findings=options.max_findings, max_slices=options.max_slices, wall_limit_s=options.wall_limit_s)
+            max_findings=options.max_findings, mutant=options.mutant,
+            max_slices=options.max_slices, jump_ns=options.jump_ns, wall_limit_s=options.wall_limit_s)
 
     def _report(self, options: EmuOptions) -> EmuReport:
-        symbols = Symbolizer({kernel.image_begin: kernel.path for kernel in self._kernels.values()}, self.warp_roles)
+        # A mention of a warp does not say which launch it was of: it gets a role where all kernels agree.
+        shared = tuple(each[0] if len(set(each)) == 1 else "" for each in zip_longest(*self._roles.values(), fillvalue=""))
+        symbols = Symbolizer({kernel.image_begin: kernel.path for kernel in self._kernels.values()}, shared)
         findings = []
         for index in range(self._lib.mm_emu_num_findings(self._handle)):
             raw = _Finding()
             self.runtime.check(self._lib.mm_emu_get_finding(self._handle, index, ctypes.byref(raw)))
-            findings.append(self._finding(raw, options.seed))
+            findings.append(self._finding(raw, options.seed, shared))
         findings = symbols.resolve(findings)
         stats = _Stats()
         self._lib.mm_emu_get_stats(self._handle, ctypes.byref(stats))
         return EmuReport(findings, EmuStats(*(getattr(stats, name) for name, _ in _Stats._fields_)), replace(options))
 
-    def _finding(self, raw: _Finding, seed: int) -> tuple[EmuFinding, int]:
-        role = self.warp_roles[raw.warp] if 0 <= raw.warp < len(self.warp_roles) else ""
+    def _finding(self, raw: _Finding, seed: int, shared: Sequence[str]) -> tuple[EmuFinding, int]:
+        image = max((begin for begin in self._roles if begin <= raw.pc), default=None)
+        roles = shared if image is None else self._roles[image]
+        role = roles[raw.warp] if 0 <= raw.warp < len(roles) else ""
         return EmuFinding(raw.kind.decode(), raw.text.decode(errors="replace").rstrip(), raw.file.decode(errors="replace"),
                           raw.line, raw.rank, raw.cta, raw.warp, raw.lane, seed, role=role), raw.pc
 

@@ -66,7 +66,7 @@ class Symbolizer:
 
     def _with_role(self, mention: str) -> str:
         warp = int(mention.rsplit(" ", 1)[1])
-        return f"{mention} ({self._roles[warp]})" if warp < len(self._roles) else mention
+        return f"{mention} ({self._roles[warp]})" if warp < len(self._roles) and self._roles[warp] else mention
 
     def _places(self, wanted: set[int]) -> dict[int, tuple[str, ...]]:
         by_image: dict[tuple[int, Path], list[int]] = {}

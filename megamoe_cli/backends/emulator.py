@@ -7,6 +7,7 @@ Its times say nothing about performance. What it finds beside wrong results (dea
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from .emu_binding import EmuFinding, EmuKernel, EmuOptions, EmuProgram, EmuRepor
 if TYPE_CHECKING:
     from ..shapes import Shape
 
+PER_RANK = frozenset({"start_delay", "slow", "stop_after"})  # options with a value for each rank
 DEFAULT_CTAS = 2  # per rank: the least that shows cooperation between CTAs
 _ALIGNMENT = 1024
 
@@ -69,6 +71,7 @@ class EmulatorBackend(Backend):
         self.report: EmuReport | None = None  # of the last run
         self._blocks: list[_Block] = []
         self._symmetric: dict[str, dict[int, weakref.ref]] = {}
+        self._parts: dict[tuple[str, int], list[tuple[str, int, int]]] = {}
         self._kernels: dict[str, EmuKernel] = {}
         self._faults = [self.alloc(rank, FAULT_BYTES, symmetric=False, name="fault") for rank in self.local_ranks]
 
@@ -78,8 +81,8 @@ class EmulatorBackend(Backend):
         for name in options:
             if name not in known:
                 raise UsageError(f"unknown emulator option {name!r}; nearest name: {nearest_name(name, known)}", rule="backend-option")
-        if "start_delay" in options:
-            options["start_delay"] = tuple(options["start_delay"])
+        for name in PER_RANK & options.keys():
+            options[name] = tuple(options[name])
         self.options = replace(self.options, **options)
 
     @property
@@ -109,6 +112,9 @@ class EmulatorBackend(Backend):
             if array is None:
                 raise UsageError(f"rank {peer} has no symmetric allocation {name!r}; allocation is collective", rule="collective")
         return [array.ctypes.data for array in arrays if array is not None]
+
+    def divide(self, rank: int, name: str, parts: Sequence[tuple[str, int, int]]) -> None:
+        self._parts[name, rank] = list(parts)
 
     def fault_address(self, rank: int) -> int:
         return self._faults[rank].data_ptr()
@@ -151,31 +157,43 @@ class EmulatorBackend(Backend):
         for rank in self.local_ranks:
             self.clear_fault(rank)
         launches = [launch for rank in self.local_ranks for launch in program.launches(rank)]
-        emulated = runtime().program(self.ranks, warp_roles(launches[0].kernel.config) if launches else ())
+        emulated = runtime().program(self.ranks)
         try:
             self._describe(emulated, program)
-            self.report = emulated.run(replace(self.options, wall_limit_s=timeout_s))
+            # The clock jumps in steps that a device-side wait can tell apart from its own limit.
+            jump = self.options.jump_ns or min((launch.params.timeout_ns for launch in launches), default=0) // 4
+            self.report = emulated.run(replace(self.options, wall_limit_s=timeout_s, jump_ns=jump))
         finally:
             emulated.close()
         report, faults = self.report, self.recorded_faults()
         if report.stats.seconds >= timeout_s and report.kinds() & {"livelock", "stopped"}:
             said = "".join(f"; {record.describe()}" for record in faults.values())
             raise TimedOut(f"{self.where}: not done within {timeout_s:g} s{said}\n{report}")
-        return RunResult(faults, [diagnostic(f) for f in report.findings], report.stats.seconds)
+        return RunResult(faults, [diagnostic(f) for f in report.findings], report.stats.seconds, notes=self._notes())
 
     def _describe(self, emulated: EmuProgram, program: Program) -> None:
         self._blocks = [block for block in self._blocks if block.array() is not None]
         for block in self._blocks:
             # Allocations are zeroed by contract, and tensors are written by torch, unseen: all bytes count as written.
-            emulated.add_region(block.address, block.nbytes, block.rank, block.name, block.symmetric, True)
+            parts = self._parts.get((block.name, block.rank)) if block.symmetric else None
+            for name, offset, nbytes in parts or [(block.name, 0, block.nbytes)]:
+                emulated.add_region(block.address + offset, nbytes, block.rank, name, block.symmetric, True)
         for rank in self.local_ranks:
             for op in program.ops[rank]:
                 if isinstance(op, Launch):
-                    emulated.launch(rank, op.kernel.handle, op.params.pack(), op.grid, op.kernel.smem_bytes)
+                    roles = warp_roles(op.kernel.config)
+                    emulated.launch(rank, op.kernel.handle, op.params.pack(), op.grid, op.kernel.smem_bytes, roles)
                 elif isinstance(op, Copy):
                     emulated.copy(rank, op.dst.data_ptr(), op.src.data_ptr(), op.nbytes)
                 else:
                     emulated.fill(rank, op.dst.data_ptr(), op.byte, op.nbytes)
+                    if op.undefined:
+                        emulated.undefine(rank, op.dst.data_ptr(), op.nbytes)
+
+    def _notes(self) -> list[str]:
+        if self.options.mutant == 0 or self.report is None:
+            return []
+        return [f"mutant {self.options.mutant} reached {self.report.stats.mutant_hits} times"]
 
     def close(self) -> None:
         for kernel in self._kernels.values():

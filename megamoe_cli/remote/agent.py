@@ -7,7 +7,8 @@ installed yet. What it knows lies below STATE/jobs/JOB: ``job.json`` (what was s
 
 Every process of a job carries a token in its environment. A job ends in one of these ways, and each ends with a search
 for that token: the command ended; its time is up; the client closed our stdin or fell silent (a dropped connection, a
-sleeping laptop); we were told to stop; we were killed, and the guard, a process of its own, noticed.
+sleeping laptop); we were told to stop; one of our two processes was killed, and the other one noticed. These are the
+guard, which was started, and the agent, its child. Both adopt orphans, so what hides from the token is found as a child.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from megamoe_cli.processes import TOKEN, token_pids  # noqa: E402
 from megamoe_cli.remote.far_processes import birth, descendants, kill_all, send, token_of  # noqa: E402
 
 KEEP_JOBS = 20  # ended jobs whose folders stay
-_SUBREAPER = 36  # prctl: orphans below us become our children, so that they can be found
+_SUBREAPER, _PARENT_DEATH_SIGNAL = 36, 1  # prctl: adopt orphans below us; a signal when our parent dies
 _SETTLE_S = 10.0  # how long an agent may take to end its job
 _TICK_S = 0.1
 
@@ -129,31 +130,6 @@ class Stop:
         self.reason = self.reason or f"signal {signal.Signals(number).name}"
 
 
-def start_guard(job, grace_s):
-    """A process that outlives us: when we are gone without having said so, it does our clean-up. Returns (pid, pipe)."""
-    ours = os.getpid()
-    reader, writer = os.pipe()
-    os.set_inheritable(writer, False)
-    pid = os.fork()
-    if pid:
-        os.close(reader)
-        return pid, writer
-    try:
-        os.setsid()
-        for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(sig, signal.SIG_IGN)
-        null = os.open(os.devnull, os.O_RDWR)
-        for fd in (0, 1, 2):  # holding them would keep the ssh session open; lock files stay open on purpose
-            os.dup2(null, fd)
-        os.close(writer)
-        start = time.monotonic()
-        if os.read(reader, 1) == b"":
-            killed, left = kill_all(lambda: token_pids(job.token), grace_s)
-            job.end(137, f"agent {ours} was killed", time.monotonic() - start, killed, left)
-    finally:
-        os._exit(0)
-
-
 def watch_client(stop, child, silence_s, buffer):
     """Reads what the client sends: ``.`` alive, ``i`` interrupt, ``t`` stop. End of file: it is gone."""
     ready, _, _ = select.select([0], [], [], _TICK_S)
@@ -166,15 +142,41 @@ def watch_client(stop, child, silence_s, buffer):
     if not data:
         stop.reason = stop.reason or "the client is gone"
     for _ in range(data.count(b"i")):
-        try:
-            os.killpg(child.pid, signal.SIGINT)
-        except ProcessLookupError:
-            pass
+        send(child.pid, signal.SIGINT)  # to timeout(1), which passes it on once; the group would get it twice
     if b"t" in data:
         stop.reason = stop.reason or "stopped by the client"
 
 
 def run(args):
+    """The guard: starts the agent and outlives it."""
+    prctl = ctypes.CDLL(None).prctl
+    prctl(_SUBREAPER, 1, 0, 0, 0)
+    guard, start = os.getpid(), time.monotonic()
+    agent = os.fork()
+    if agent == 0:
+        prctl(_SUBREAPER, 1, 0, 0, 0)
+        prctl(_PARENT_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
+        code = 70
+        try:
+            code = supervise(args, guard)
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(sig, lambda number, frame: send(agent, number))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the client's words are the agent's
+    _, ended = os.waitpid(agent, 0)
+    if os.WIFEXITED(ended):
+        return os.WEXITSTATUS(ended)
+    job = Job(args.state, args.job)
+    killed, left = kill_all(lambda: list({*descendants(guard), *token_pids(job.token)}), args.grace)
+    job.end(137, "the agent was killed", time.monotonic() - start, killed, left)
+    say("the agent was killed; its job has been ended")
+    return 137
+
+
+def supervise(args, guard):
+    """The agent: one command from start to end."""
     job, stop = Job(args.state, args.job), Stop()
     try:
         prune(args.state)
@@ -187,8 +189,8 @@ def run(args):
         return 3
     for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(sig, stop.on_signal)
-    ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
-    guard, pipe = start_guard(job, args.grace)
+    if os.getppid() != guard:
+        return 143
     env = {**os.environ, **own_environment(job), **dict(item.split("=", 1) for item in args.env), TOKEN: job.token}
     streams = {}
     if args.detached:
@@ -201,21 +203,18 @@ def run(args):
         code, stop.reason = 127, "not started"
     else:
         code = wait_for(child, args, stop, start)
-    find = lambda: [p for p in {*descendants(os.getpid()), *token_pids(job.token)} if p != guard]  # noqa: E731
-    killed, left = kill_all(find, args.grace if stop.reason else 0.0, child.pid if child else None)
+    killed, left = kill_all(lambda: list({*descendants(os.getpid()), *token_pids(job.token)}), args.grace if stop.reason else 0.0,
+                            child.pid if child else None)
     if code is None:
         code = 137 if child.pid in left else exit_code(child.wait())
         code = 124 if stop.reason == "time limit" else 143 if stop.reason.startswith(("signal", "stopped")) else code
     elif code == 124 or (code == 137 and time.monotonic() - start >= args.limit):
         stop.reason, code = "time limit", 124
-    seconds = time.monotonic() - start
-    job.end(code, stop.reason or "exit", seconds, killed, left)
+    job.end(code, stop.reason or "exit", time.monotonic() - start, killed, left)
     if killed and not stop.reason:
         say(f"{killed} processes outlived the command and were killed")
     if left:
         say(f"{len(left)} processes cannot be killed (stuck in a driver call): {left}")
-    os.write(pipe, b"x")
-    os.waitpid(guard, 0)
     return code
 
 

@@ -157,7 +157,8 @@ def job(target: Target, name: str, command: Sequence[str], env: Mapping[str, str
              "--client", client_name(), *(["--detached"] if detach else ["--silence", f"{target.silence:g}"])]
     for key, value in env.items():
         words += ["--env", f"{key}={value}"]
-    inner = ["timeout", "-k", f"{limits.grace:g}", f"{seconds:g}", *command]
+    # --foreground: it signals the command once and leaves the rest to the agent, which finds more than a process group
+    inner = ["timeout", "--foreground", "-k", f"{limits.grace:g}", f"{seconds:g}", *command]
     return ssh(target, hold(target, what, agent(target, [*words, "--", *inner]), wait_s=wait_s, detach=detach,
                             gpus=None if lock else "none"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -69,7 +70,7 @@ def last_line(text: str) -> str:
 
 def explain_rsync(target: Target, step: Step) -> MegamoeError:
     """rsync's exit codes; its messages carry errno as a number, whatever the language."""
-    if "(28)" in step.stderr or "(122)" in step.stderr:  # ENOSPC, EDQUOT
+    if any(f"({number})" in step.stderr for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)):
         where = "this machine" if step.what == "fetch" else target.label
         return EnvironmentUnfit(f"{where}: the disk is full; {step.what} stopped",
                                 hint=f"free some space below {target.path}, or set path in the target")

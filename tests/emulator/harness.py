@@ -76,9 +76,10 @@ class Run:
         self.program.add_region(array.ctypes.data, array.nbytes, rank, name, symmetric, initialised)
         return array.ctypes.data
 
-    def launch(self, kernel: EmuKernel, *words: int | bytes, rank: int = 0, grid: int = 1, smem: int = 16384) -> None:
+    def launch(self, kernel: EmuKernel, *words: int | bytes, rank: int = 0, grid: int = 1, smem: int = 16384,
+               roles: tuple[str, ...] = ()) -> None:
         blob = b"".join(word if isinstance(word, bytes) else int(word).to_bytes(8, "little", signed=word < 0) for word in words)
-        self.program.launch(rank, kernel, blob.ljust(kernel.params_bytes, b"\0"), grid, smem)
+        self.program.launch(rank, kernel, blob.ljust(kernel.params_bytes, b"\0"), grid, smem, roles)
 
     def run(self, **options: object) -> EmuReport:
         options.setdefault("wall_limit_s", 20.0)

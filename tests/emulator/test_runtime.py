@@ -85,8 +85,7 @@ MM_KERNEL_ENTRY(mega_moe, 64, 1, Params, body)
 """
     flag = np.zeros(1, np.uint32)
     run = Run()
-    run.program.warp_roles = ("loader", "math 0")
-    run.launch(build(source), run.region(flag, name="flag"))
+    run.launch(build(source), run.region(flag, name="flag"), roles=("loader", "math 0"))
     (finding,) = run.run(max_slices=10**6).findings[:1]
     assert "warp 1 (math 0): polling flag of rank 0 + 0 = 0" in finding.text
     if shutil.which("addr2line"):
@@ -159,7 +158,7 @@ def test_missing_or_foreign_libraries_are_refused(tmp_path: Path) -> None:
 
 def _functions(text: str) -> set[str]:
     code = re.sub(r"//[^\n]*", "", text)
-    return set(re.findall(r"MM_DEVICE\s+[\w:]+\*?\s+(\w+)\s*[(<]", code))
+    return set(re.findall(r"MM_DEVICE\s+(?:constexpr\s+)?[\w:]+\*?\s+(\w+)\s*[(<]", code))
 
 
 def test_every_machine_operation_has_its_emulation() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -44,6 +45,9 @@ class Far:
     path: Path
     settings: dict[str, Any] = field(default_factory=dict)
     environ: dict[str, str] = field(default_factory=dict)
+    # How long the sleepers of this test sleep: a number nobody else uses, to find them by.
+    clients: list[subprocess.Popen] = field(default_factory=list)
+    nap: str = field(default_factory=lambda: f"300.{secrets.randbelow(10**9):09d}")
 
     def write(self) -> Path:
         """The settings file, as a user would write it."""
@@ -64,8 +68,10 @@ class Far:
         return {**kept, "PYTHONPATH": str(ROOT), "MEGAMOE_RESULTS_DIR": str(self.home / "results"), **self.environ}
 
     def start(self, *args: str, **options: Any) -> subprocess.Popen:
-        return subprocess.Popen(self.command(*args), env=self.variables(), cwd=self.home, stdin=subprocess.DEVNULL,
-                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, **options)
+        self.clients.append(subprocess.Popen(
+            self.command(*args), env=self.variables(), cwd=self.home, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True, start_new_session=True, **options))
+        return self.clients[-1]
 
     def run(self, *args: str, timeout: float = 100) -> Answer:
         process = self.start(*args)
@@ -81,22 +87,38 @@ class Far:
         return self.path / client_name()
 
     def processes(self) -> list[int]:
-        """Our processes on the far side: those that carry a token of ours, and agents."""
-        agents = [int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit() and str(self.path).encode() in _cmdline(p)]
-        return token_pids(token_of(str(self.state))) + agents
+        """Our processes on the far side: those that carry a token of ours, agents, and this test's sleepers."""
+        signs = (f"{self.path}/".encode(), self.nap.encode())
+        mine = os.getpid(), *(p.pid for p in self.clients)
+        others = [int(p.name) for p in Path("/proc").iterdir()
+                  if p.name.isdigit() and int(p.name) not in mine and any(sign in _cmdline(p) for sign in signs)]
+        return token_pids(token_of(str(self.state))) + others
 
-    def assert_nothing_left(self, within: float = 0.0) -> None:
+    def assert_nothing_left(self, within: float = 0.0, but: bytes = b"nothing") -> None:
+        """``but``: how command lines of processes begin that may be there."""
+        def find() -> list[int]:
+            return [pid for pid in self.processes() if not _cmdline(Path(f"/proc/{pid}")).startswith(but)]
+
         until = time.monotonic() + within
-        while (left := self.processes()) and time.monotonic() < until:
+        while (left := find()) and time.monotonic() < until:
             time.sleep(0.05)
         assert left == [], [_cmdline(Path("/proc", str(pid))) for pid in left]
 
-    def fake_python(self, body: str) -> None:
-        """Makes ``python`` of the target a program that runs ``body`` (bash) for our command, and the real one else."""
+    def fake_python(self, body: str) -> Path:
+        """Makes ``python`` of the target a program that runs ``body`` (bash) for our command, and the real one else.
+        ``$UP`` in it: a file to make when the far side is at work; its path is returned."""
+        up = self.home / "up"
+        body = f'UP="{up}"\n{body}'
         script = self.home / "far python"
         script.write_text(f'#!/bin/bash\nif [ "$1" = -m ]; then\n{body}\nexit\nfi\nexec "{sys.executable}" "$@"\n')
         script.chmod(0o755)
         self.settings["python"] = str(script)
+        return up
+
+    def stubborn(self) -> str:
+        """A command that does not want to end: deaf to signals, with children in another session and without a name."""
+        return (f"trap '' TERM HUP INT\nsetsid sleep {self.nap}1 &\nenv -i setsid sleep {self.nap}2 &\nsleep {self.nap}3 &\n"
+                f"echo at work >&2\ntouch \"$UP\"\nsleep {self.nap}4")
 
 
 def _cmdline(process: Path) -> bytes:

@@ -34,7 +34,7 @@ THREAD = """
     hw::st_u32(out, hw::thread_idx() + hw::thread_idx_volatile() + hw::cta_idx() + hw::num_ctas() + hw::lane_idx() + hw::warp_idx() + hw::cluster_cta_rank() +
                         hw::dynamic_smem_bytes() + hw::smem_addr(out));
     hw::st_u64(reinterpret_cast<u64*>(out + 2), hw::global_timer_ns());
-    hw::nap(100);
+    hw::nap(hw::mutant(1) ? hw::clock_cycles() : 100);
     hw::grid_dependency_wait();
     hw::grid_dependency_launch();
     if (hw::ld_u32(out) == 12345) hw::trap();

@@ -101,6 +101,10 @@ std::string describe_waiters(const Engine& e) {
     for (size_t r = 0; r < e.streams.size(); ++r) {
         const Stream& s = e.streams[r];
         if (!s.launch) continue;
+        if (s.stopped) {
+            head += format("rank %zu: dead since launch %u\n", r, s.launch->number);
+            continue;
+        }
         head += format("rank %zu: launch %u (%s), %u CTAs live\n", r, s.launch->number, s.launch->kernel->name.c_str(), s.launch->live_ctas);
         for (const auto& cta : s.launch->ctas)
             for (const Thread& t : cta->threads) {

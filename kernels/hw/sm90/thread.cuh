@@ -64,7 +64,7 @@ MM_DEVICE u32 dynamic_smem_bytes() {
 MM_DEVICE void nap(u32 ns) { asm volatile("nanosleep.u32 %0;" ::"r"(ns)); }
 
 // Faults of the mutation campaign (tests/mutants) exist on the emulator only.
-MM_HOST_DEVICE constexpr bool mutant(u32) { return false; }
+MM_DEVICE constexpr bool mutant(u32) { return false; }
 
 // trap (9.7.19). Keep it after loops: inside a spin loop ptxas ignores setmaxnreg.inc.
 MM_DEVICE void trap() {
