@@ -37,6 +37,7 @@ class Row:
     active_experts: float
     config: str
     worst_relative: float
+    times_us: tuple[float, ...] = ()  # every sample, in the order of its launch
 
     @property
     def floor_us(self) -> float:
@@ -119,7 +120,7 @@ class Bench:
         weight_us, tensor_us, active = floors_us(self.shape, [c.inputs[0].topk_idx for c in cases[warmup:]])
         low, high = median_interval(times)
         return Row(self.shape.name, tokens, statistics.median(times), low, high, row, weight_us, tensor_us, len(times), active,
-                   session.config.name(), report.metrics.get("full_rel", 0.0))  # fmt: skip
+                   session.config.name(), report.metrics.get("full_rel", 0.0), tuple(times))  # fmt: skip
 
     def _back_to_back_us(self, session: Any, launch: int, count: int) -> float:
         """Mean over ``count`` launches in a row on the inputs that already lie in the buffer; median of 5 such runs."""

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from . import cases as catalogue
 from . import config as kernel_config
-from . import inputs, phases
+from . import inputs, phases, skew
 from .buffers import LaunchOptions
 from .config import KernelConfig
 from .errors import UsageError
 from .oracle.casedata import CaseData
+from .plan_values import uneven_counts
+from .routing import derive_seed
 from .shapes import Problem, Shape, check_clamp, check_problem, nearest_name
 
 BIG_WEIGHTS = 256 << 20  # bytes of all ranks' weights from which inputs are made on the GPU and rows are sampled
@@ -31,6 +33,10 @@ HARNESS_OPTIONS: dict[str, tuple[type, ...]] = {
     "snapshot": (str,),  # "last" or "all": launches whose buffer views are checked too
     "raw": (bool,),  # raw L1 accumulators (phase l1)
     "inputs": (str,),  # "cpu" or "device": where random inputs are made (they differ)
+    "skew": (str,),  # emulator: ranks that start late, are slow or die (skew.py)
+    "mix": (str,),  # other configurations for later launches: KEY=VAL+KEY=VAL;... in turn after the case's own
+    "vary_tokens": (bool,),  # each launch has token counts of its own, zero on some ranks
+    "replay": (int,),  # the whole sequence of launches runs so many times, as a captured graph would
     "save": (str,),  # folder for the outputs of the last launch, for comparing backends
 }
 
@@ -44,6 +50,7 @@ class Plan:
     problem: Problem
     config: KernelConfig
     datas: list[CaseData]
+    configs: list[KernelConfig]  # datas[n] is run by configs[n % len(configs)]
     options: dict[str, Any]
     backend_options: dict[str, Any]
     timeout_s: float
@@ -55,6 +62,16 @@ class Plan:
     def launch_options(self, data: CaseData) -> LaunchOptions:
         return LaunchOptions(clamp=data.clamp, fast_math=data.fast_math, ctas=self.options.get("launch_ctas"),
                              timeout_ns=int(float(self.options.get("wait_s", 5.0)) * 1e9))
+
+    @property
+    def replays(self) -> int:
+        """How often the whole sequence of launches runs, on the same staged inputs."""
+        return int(self.options.get("replay", 1))
+
+    def ends(self) -> list[int]:
+        """Position, among all launches, of the last one of each data set (in the last replay)."""
+        lengths = [data.launches for data in self.datas]
+        return [sum(lengths) * (self.replays - 1) + sum(lengths[: n + 1]) - 1 for n in range(len(lengths))]
 
     @property
     def snapshot_all(self) -> bool:
@@ -93,12 +110,16 @@ def read_case(case: Mapping[str, Any], *, device: str, slow: bool, default_timeo
         big = weight_bytes(problem) >= BIG_WEIGHTS
         on_device = options.get("inputs", "device" if big and device != "cpu" else "cpu") == "device"
         datas = _random(case, problem, seed, device if on_device else "cpu")
-    kernel_config.require(config, problem.shape, problem.ranks)
+    configs = [config, *parse_mix(options.get("mix", ""), config)]
+    for each in configs:
+        kernel_config.require(each, problem.shape, problem.ranks)
+    if "skew" in options:
+        backend_options |= skew.backend_options(options["skew"], problem.ranks, seed)
     sample = options.get("sample_rows", SAMPLED_ROWS if big else 0)
     for data in datas:
         data.sample_rows = sample or None
         data.validate()
-    return Plan(str(case.get("id", "")), str(case["phase"]), problem, config, datas, options, backend_options, timeout_s,
+    return Plan(str(case.get("id", "")), str(case["phase"]), problem, config, datas, configs, options, backend_options, timeout_s,
                 str(case.get("repro", "")), big, named)  # fmt: skip
 
 
@@ -117,7 +138,7 @@ def split_options(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
         if key in mine and mine[key] not in allowed:
             raise UsageError(f"option {key}={mine[key]!r}; nearest: {nearest_name(mine[key], allowed)} "
                              f"(one of {', '.join(allowed)})", rule="option")  # fmt: skip
-    for key in ("wait_s", "launch_ctas"):
+    for key in ("wait_s", "launch_ctas", "replay"):
         if key in mine and not mine[key] > 0:
             raise UsageError(f"option {key}={mine[key]!r} must be positive", rule="option")
     return mine, rest
@@ -155,8 +176,24 @@ def _random(case: Mapping[str, Any], problem: Problem, seed: int, device: str) -
     clamp = case.get("clamp")
     check_clamp(clamp)
     weights: Sequence[Any] = inputs.LazyWeights(problem, seed, device, keep=_kept_ranks(problem, device))
-    return [inputs.make_case(problem, str(case.get("routing") or "uniform"), seed, clamp=clamp, launch=n, device=device,
+    vary = (case.get("options") or {}).get("vary_tokens")
+    problems = [problem if n == 0 or not vary else varied(problem, seed, n) for n in range(launches)]
+    return [inputs.make_case(problems[n], str(case.get("routing") or "uniform"), seed, clamp=clamp, launch=n, device=device,
                              weights=weights, label=str(case.get("id", ""))) for n in range(launches)]  # fmt: skip
+
+
+def varied(problem: Problem, seed: int, launch: int) -> Problem:
+    """The same with other token counts, drawn from the seed: none on some ranks, never more than the capacity."""
+    most = min(problem.capacity, max(*problem.tokens, 8))
+    counts = uneven_counts(most, problem.ranks, derive_seed(seed, "vary", launch))
+    if problem.ranks == 2 and launch % 2:
+        counts = (counts[0], 0) if launch % 4 == 1 else (0, counts[1])
+    return replace(problem, tokens=counts)
+
+
+def parse_mix(text: str, base: KernelConfig) -> list[KernelConfig]:
+    """``block_m=64+frontend=standard;block_m=32`` to configurations on top of ``base``."""
+    return [KernelConfig.parse(part.replace("+", ","), base) for part in text.split(";") if part.strip()]
 
 
 def _kept_ranks(problem: Problem, device: str) -> int:

@@ -38,6 +38,7 @@ class CaseResult:
     stages: dict[str, float] = field(default_factory=dict)
     stderr: list[str] = field(default_factory=list)  # last lines, for crash, hang and error
     repro: str = ""
+    smallest: str = ""  # the command of a smaller case that fails in the same way
     exit_code: int = 0  # what this result alone would make the command return
     respawn: bool = False  # the worker's device context is gone; it will exit
 

@@ -12,8 +12,10 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
+from itertools import cycle
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from . import skew
 from .backends.picking import check_name
 from .errors import ExitCode, LaunchFault, MegamoeError, TimedOut, UsageError
 from .protocol import CaseResult
@@ -92,13 +94,14 @@ class Runner:
         from .session import Session
 
         with self._stage("compile", plan.id):
-            kernel = self._together("build the kernel", lambda: backend.load(plan.config, plan.phase, plan.problem.shape))
-        self._kernel = describe_kernel(kernel)
+            kernels = self._together("build the kernel", lambda: [
+                backend.load(config, plan.phase, plan.problem.shape) for config in plan.configs])  # fmt: skip
+        self._kernel = describe_kernel(kernels[0])
         with self._stage("upload", plan.id):
-            session = Session(backend, plan.problem, plan.config, plan.phase, kernel=kernel, raw=plan.options.get("raw"),
+            session = Session(backend, plan.problem, plan.config, plan.phase, kernel=kernels[0], raw=plan.options.get("raw"),
                               options=plan.launch_options(plan.datas[0]))  # fmt: skip
-            self._together("upload", lambda: self._upload(plan, backend, session))
-        ends = [sum(d.launches for d in plan.datas[: n + 1]) - 1 for n in range(len(plan.datas))]
+            self._together("upload", lambda: self._upload(plan, backend, session, kernels))
+        ends = plan.ends()
         wanted = ends if plan.snapshot_all else [ends[-1]]
         with self._stage("run", plan.id):
             # Below the supervisor's limit, so that the backend's own word (who waited, on what) is what is seen.
@@ -111,6 +114,10 @@ class Runner:
         if not self.judges:
             return
         faults, diagnostics = done.run.faults, done.run.diagnostics
+        dead = skew.dead_ranks(plan.backend_options)
+        if dead and any(d["kind"] in skew.DEATH for d in diagnostics):
+            _survivors(result, plan, dead, done.run)
+            return
         if done.run.launch_ms:
             result.metrics["launch_ms"] = {"ranks": {str(r): [round(m, 4) for m in ms] for r, ms in done.run.launch_ms.items()}}
         if faults:
@@ -120,25 +127,28 @@ class Runner:
         if faults or diagnostics:
             return
         with self._stage("check", plan.id):
-            self._judge(plan, kernel, session.grid, outputs, [at in wanted for at in ends], result)
+            self._judge(plan, kernels, session.grid, outputs, [at in wanted for at in ends], result)
         result.metrics.update(_notes(done.run))
 
-    def _upload(self, plan: Plan, backend: Backend, session: Any) -> None:
+    def _upload(self, plan: Plan, backend: Backend, session: Any, kernels: list[Kernel]) -> None:
         for rank in backend.local_ranks:
             session.set_weights(rank, plan.datas[0].weights[rank])
         for n, data in enumerate(plan.datas):
             for rank in backend.local_ranks:
                 session.stage(n, rank, data.inputs[rank])
-            for _ in range(data.launches):
-                session.launch(n, plan.launch_options(data))
+        for _ in range(plan.replays):
+            for n, data in enumerate(plan.datas):
+                for _ in range(data.launches):
+                    session.launch(n, plan.launch_options(data), kernels[n % len(kernels)])
 
-    def _judge(self, plan: Plan, kernel: Kernel, grid: int, outputs: list[list[dict]], full: list[bool], result: CaseResult) -> None:
+    def _judge(self, plan: Plan, kernels: list[Kernel], grid: int, outputs: list[list[dict]], full: list[bool],
+               result: CaseResult) -> None:  # fmt: skip
         from . import judging
         from .oracle.casedata import PhaseOutput
 
         got: list[PhaseOutput] = [
-            PhaseOutput(ranks, block_m=kernel.config.block_m, combine_poisoned=True,
-                        meta={"smem_bytes": kernel.smem_bytes, "grid": grid}) for ranks in outputs
+            PhaseOutput(ranks, block_m=kernel.config.block_m, combine_poisoned=True, meta={"smem_bytes": kernel.smem_bytes, "grid": grid})
+            for ranks, kernel in zip(outputs, cycle(kernels))
         ]  # fmt: skip
         findings, metrics = judging.judge(plan, got, full)
         result.metrics.update(metrics)
@@ -264,15 +274,41 @@ def _diagnostics(result: CaseResult, diagnostics: list[dict[str, Any]], keep_sta
     from .judging import FINDINGS_KEPT
 
     for item in diagnostics[:FINDINGS_KEPT]:
-        place = f"{item.get('file', '')}:{item.get('line', '')}".strip(":")
-        result.findings.append({"rank": item.get("rank"), "token": None, "slot": None, "column": None, "got": None,
+        rank = item.get("rank", -1)
+        result.findings.append({"rank": rank if rank >= 0 else None, "token": None, "slot": None, "column": None, "got": None,
                                 "expected": None, "metric": f"emulator_{item.get('kind', 'report')}",
-                                "message": f"{item.get('text', item)}" + (f" [{place}]" if place else "")})  # fmt: skip
+                                "place": f"{item.get('file', '')}:{item.get('line', '')}".strip(":0"),
+                                "message": _in_words(item)})  # fmt: skip
     result.findings_total = len(diagnostics)
     if not keep_status:
         first = diagnostics[0]
         result.status, result.exit_code = "fail", int(ExitCode.NO)
-        result.message = f"emulator: {first.get('kind', 'report')}: {str(first.get('text', first)).splitlines()[0]}"
+        result.message = f"emulator: {_in_words(first).splitlines()[0]}"
+
+
+def _in_words(item: Mapping[str, Any]) -> str:
+    """A finding in full: kind, place, who, both sides, and the seed that shows it again."""
+    text = item.get("report") or f"{item.get('kind', 'report')}: {item.get('file', '')}:{item.get('line', '')}: {item.get('text', item)}"
+    first, newline, rest = str(text).partition("\n")
+    return first + (f" (seed {item['seed']})" if "seed" in item else "") + newline + rest
+
+
+def _survivors(result: CaseResult, plan: Plan, dead: list[int], run: RunResult) -> None:
+    """A rank was told to die, and others waited for it: what must be true is that they all ended, each by a fault
+    record or by finishing its work, and nothing else went wrong."""
+    others = [d for d in run.diagnostics if d["kind"] not in skew.DEATH]
+    missed = any(d["kind"] == "waits-for-dead" for d in run.diagnostics)
+    late = skew.too_late(run.faults, plan.launch_options(plan.datas[0]).timeout_ns)
+    ended = sorted(set(run.faults) - set(dead))
+    result.metrics["survivors_with_fault_record"] = len(ended)
+    result.fault = {"text": "; ".join(run.faults[r].describe(plan.problem.shape.topk) for r in ended),
+                    "records": {str(r): run.faults[r].to_dict() for r in ended}}  # fmt: skip
+    result.status, result.exit_code = "pass", int(ExitCode.DONE)
+    if others:
+        _diagnostics(result, others, keep_status=False)
+    elif late or (missed and not ended):
+        result.status, result.exit_code = "fail", int(ExitCode.NO)
+        result.message = late or f"rank {dead[0]} died and others waited for it, but none left a fault record"
 
 
 def _notes(run: RunResult) -> dict[str, Any]:

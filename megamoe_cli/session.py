@@ -121,7 +121,7 @@ class Session:
         self._stats = stats
         self._weights: dict[int, DeviceWeights] = {}
         self._staged: dict[int, dict[int, _Staged]] = {}
-        self._launched: list[tuple[int, LaunchOptions]] = []
+        self._launched: list[tuple[int, LaunchOptions, Kernel]] = []
 
     def set_weights(self, rank: int, weights: NaturalWeights) -> None:
         """Interleaves and uploads a rank's experts. UsageError for a wrong dtype, shape or stride."""
@@ -153,9 +153,10 @@ class Session:
             staged.stats = self._output(rank, "stats", torch.int32, (self.layout.local_experts,))
         self._staged.setdefault(launch, {})[rank] = staged
 
-    def launch(self, launch: int, options: LaunchOptions | None = None) -> None:
+    def launch(self, launch: int, options: LaunchOptions | None = None, kernel: Kernel | None = None) -> None:
         """Appends launch ``launch``, which must be staged on every local rank. A staged launch can run more than once
-        (it then writes the same ``y``)."""
+        (it then writes the same ``y``). ``kernel``: another variant of the same phase and shape than the session's own;
+        launches of several variants share the buffers."""
         missing = [rank for rank in self.backend.local_ranks if rank not in self._staged.get(launch, {})]
         if missing:
             raise UsageError(f"launch {launch} is not staged on rank {missing[0]}", rule="collective")
@@ -164,14 +165,14 @@ class Session:
             raise UsageError(f"rank {unset[0]} has no weights", rule="collective")
         options = options or self.options
         check_clamp(options.clamp)
-        self._launched.append((launch, options))
+        self._launched.append((launch, options, kernel or self.kernel))
 
-    def params(self, launch: int, rank: int, options: LaunchOptions | None = None) -> KernelParams:
+    def params(self, launch: int, rank: int, options: LaunchOptions | None = None, kernel: Kernel | None = None) -> KernelParams:
         """What the kernel would be told; for tests that alter it."""
-        staged, options = self._staged[launch][rank], options or self.options
+        staged, options, kernel = self._staged[launch][rank], options or self.options, kernel or self.kernel
         return make_params(
-            self.buffers[rank], self.kernel, self._weights[rank], tokens=staged.tokens, y=staged.y,
-            grid=self.backend.grid(self.config, options.ctas), options=options, stats=staged.stats, l1_raw=staged.l1_raw,
+            self.buffers[rank], kernel, self._weights[rank], tokens=staged.tokens, y=staged.y,
+            grid=self.backend.grid(kernel.config, options.ctas), options=options, stats=staged.stats, l1_raw=staged.l1_raw,
             stub_report=staged.stub_report,
         )  # fmt: skip
 
@@ -189,14 +190,14 @@ class Session:
         wanted = _positions(snapshot, last)
         kept: dict[int, dict[int, dict[str, torch.Tensor]]] = {}
         program = Program(self.backend.ranks)
-        for position, (launch, options) in enumerate(launched):
+        for position, (launch, options, kernel) in enumerate(launched):
             for rank in self.backend.local_ranks:
-                self._enqueue(program, launch, rank, options, (edit or {}).get((position, rank), {}))
+                self._enqueue(program, launch, rank, options, kernel, (edit or {}).get((position, rank), {}))
                 if position in wanted:
                     kept.setdefault(position, {})[rank] = self._keep(program, rank, live=position == last)
         run = self.backend.run(program, timeout_s)
         results: list[list[dict[str, Any] | None]] = []
-        for position, (launch, _) in enumerate(launched):
+        for position, (launch, _, _) in enumerate(launched):
             ranks: list[dict[str, Any] | None] = [None] * self.backend.ranks
             for rank in self.backend.local_ranks:
                 got = self._read(self._staged[launch][rank], kept.get(position, {}).get(rank), to_cpu)
@@ -235,7 +236,7 @@ class Session:
         size = count * torch.empty(0, dtype=dtype).element_size()
         return self.backend.alloc(rank, size, symmetric=False, name=name).view(dtype).view(shape)
 
-    def _enqueue(self, program: Program, launch: int, rank: int, options: LaunchOptions, edit: Mapping[str, Any]) -> None:
+    def _enqueue(self, program: Program, launch: int, rank: int, options: LaunchOptions, kernel: Kernel, edit: Mapping[str, Any]) -> None:
         staged, buffer = self._staged[launch][rank], self.buffers[rank]
         if self.poison:
             # Peers touch these only after this rank's next count flag, so filling them here races with nobody.
@@ -246,12 +247,12 @@ class Session:
                     program.fill(rank, tensor, POISON, undefined=True)
         for name, tensor in staged.inputs.items():
             program.copy(rank, buffer.view(name)[: staged.tokens], tensor)
-        params = self.params(launch, rank, options)
+        params = self.params(launch, rank, options, kernel)
         for name, value in edit.items():
             if not hasattr(params, name):
                 raise UsageError(f"KernelParams has no field {name!r}", rule="params")
             setattr(params, name, value)
-        program.launch(rank, self.kernel, params, self.backend.grid(self.config, options.ctas))
+        program.launch(rank, kernel, params, self.backend.grid(kernel.config, options.ctas))
 
     def _keep(self, program: Program, rank: int, live: bool) -> dict[str, torch.Tensor]:
         """Bytes of every region of interest: the buffer itself after the last launch, else stream-ordered copies."""

@@ -10,12 +10,13 @@ import ast
 import fnmatch
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from megamoe_cli import config as kernel_config
+from megamoe_cli import sanitize
 from megamoe_cli.backends.picking import check_name
 from megamoe_cli.config import KernelConfig
 from megamoe_cli.errors import EnvironmentUnfit, UsageError
@@ -24,7 +25,7 @@ from megamoe_cli.plan_values import (
     UNEVEN, clamp_text, clamps, integers, names, per_rank, routing_fits, routings, split, uneven_counts,
 )
 from megamoe_cli.shapes import (
-    MAX_RANKS, Problem, Shape, check_capacities, check_problem, check_shape, parse_shape,
+    MAX_RANKS, Problem, Shape, check_capacities, check_problem, check_shape, default_capacity, parse_shape,
 )
 
 # Launches in a row when --repeat is not given. Three wherever there is data: counters live in two banks by launch
@@ -78,8 +79,9 @@ class Case:
         words += ["--seed", str(self.seed)]
         if not self.named:
             words += ["--repeat", str(self.launches)]
-        for key, value in sorted(self.options.items()):
-            words += ["--option", f"{key}={str(value).lower() if isinstance(value, bool) else value}"]
+        words += sanitize.command_words(self.options)
+        if "--sanitize" in words:  # which would run several seeds
+            words += ["--seeds", "1"]
         return f"{program()} test {shlex.join([*words, '--backend', self.backend])}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -226,20 +228,38 @@ def _problems(request: Request, shape: Shape, ranks: int, seed: int) -> list[Pro
 def _case(request: Request, phase: str, problem: Problem, config: KernelConfig, routing: str, clamp: float | None,
           seed: int) -> Case:
     launches = request.repeat if request.repeat is not None else FEWER_LAUNCHES.get(phase, LAUNCHES)
-    counts = problem.tokens
+    case = Case("", phase, problem, routing, clamp, seed, config, launches, request.backend, request.timeout_s, dict(request.options))
+    return sanitize.settle(replace(case, id=identity(case)))
+
+
+def identity(case: Case) -> str:
+    """The id of a case: every choice that made it, options apart."""
+    problem, counts, config, launches = case.problem, case.problem.tokens, case.config, case.launches
     tokens = str(counts[0]) if len(set(counts)) == 1 else "+".join(map(str, counts))
-    parts = [phase, f"r{problem.ranks}", problem.shape.name, f"t{tokens}", f"m{config.block_m}", routing]
-    if clamp is not None:
-        parts.append(f"clamp{clamp_text(clamp)}")
+    parts = [case.phase, f"r{problem.ranks}", problem.shape.name, f"t{tokens}", f"m{config.block_m}", case.routing]
+    if case.clamp is not None:
+        parts.append(f"clamp{clamp_text(case.clamp)}")
     others = {key: value for key, value in changed(config).items() if key != "block_m"}
     parts += [f"{key}={value}" for key, value in others.items()]
     if problem.capacity != Problem.make(problem.shape, problem.ranks, counts).capacity:
         parts.append(f"c{problem.capacity}")
-    if launches != FEWER_LAUNCHES.get(phase, LAUNCHES):
+    if launches != FEWER_LAUNCHES.get(case.phase, LAUNCHES):
         parts.append(f"x{launches}")
-    parts.append(f"s{seed}")
-    return Case("-".join(parts), phase, problem, routing, clamp, seed, config, launches, request.backend,
-                request.timeout_s, dict(request.options))
+    return "-".join([*parts, f"s{case.seed}"])
+
+
+def resized(case: Case, *, shape: Shape | None = None, tokens: Sequence[int] | None = None, seed: int | None = None,
+            launches: int | None = None, options: dict[str, Any] | None = None) -> Case:  # fmt: skip
+    """``case`` with other sizes (as many ranks as ``tokens``), checked. Raises UsageError when they are not legal."""
+    counts = tuple(case.problem.tokens if tokens is None else tokens)
+    usual = case.problem.capacity == default_capacity(case.problem.tokens)
+    problem = Problem.make(shape or case.problem.shape, len(counts), counts, None if usual else case.problem.capacity)
+    check_problem(problem)
+    routing_fits(case.routing, problem, False)
+    kernel_config.require(case.config, problem.shape, problem.ranks)
+    other = replace(case, problem=problem, seed=case.seed if seed is None else seed, options=dict(case.options if options is None else options),
+                    launches=case.launches if launches is None else launches)  # fmt: skip
+    return replace(other, id=identity(other))
 
 
 def named(request: Request, ids: Sequence[str]) -> list[Case]:
@@ -266,10 +286,11 @@ def named(request: Request, ids: Sequence[str]) -> list[Case]:
             for config in configs:
                 kernel_config.require(config, problem.shape, problem.ranks)
                 for seed in range(request.seed, request.seed + request.seeds):
-                    identity = "-".join([phase, entry.id, f"m{config.block_m}",
+                    name = "-".join([phase, entry.id, f"m{config.block_m}",
                                          *(f"{k}={v}" for k, v in changed(config).items() if k != "block_m"), f"s{seed}"])
-                    out.append(Case(identity, phase, problem, "", None, seed, config, 1, request.backend,
-                                    request.timeout_s, dict(request.options), entry.id))
+                    case = Case(name, phase, problem, "", None, seed, config, 1, request.backend, request.timeout_s,
+                                dict(request.options), entry.id)  # fmt: skip
+                    out.append(sanitize.settle(case))
     return out
 
 

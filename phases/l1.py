@@ -57,4 +57,5 @@ def _check_block(report: Report, case: CaseData, got: PhaseOutput, rank: int, se
     codes, scales = requantize(exact)
     have_codes = rows_of(views["l2_acts"], rows.pool).to(device)
     have_scales = rows_of(views["l2_acts_sf"], rows.pool).to(device)
-    return check_activations(report, have_codes, have_scales, codes, scales, exact, rows.where)
+    unclamped = None if case.clamp is None else swiglu(acc, topk_weight, None)
+    return check_activations(report, have_codes, have_scales, codes, scales, exact, rows.where, unclamped)

@@ -18,7 +18,7 @@ from megamoe_cli.tuning.schema import Choice
 if TYPE_CHECKING:
     from megamoe_cli.tuning.tuner import Tuner
 
-REPAIRS = 3
+REPAIRS = 8  # enough to find a crossover between neighbouring powers of two to the token
 MOST = 16  # held-out sizes, edges first
 
 
@@ -77,8 +77,8 @@ def validate(tuner: Tuner) -> HeldOut:
         tuner.on_stage(f"validation on {len(sizes)} held-out sizes")
         result = HeldOut(repaired=sorted(p.tokens for p in extra), complete=False)
         tuner.out.held_out = result
-        for number, tokens in enumerate(sizes):
-            held = _measure(tuner, tokens, _routing(tuner, number))
+        for tokens in sizes:
+            held = _measure(tuner, tokens, _routing(tuner, tokens))
             if held is not None:
                 result.points.append(held)
         result.complete = True
@@ -93,10 +93,11 @@ def validate(tuner: Tuner) -> HeldOut:
     return result
 
 
-def _routing(tuner: Tuner, number: int) -> str:
-    """Half of the sizes with another routing than the one that was tuned on."""
+def _routing(tuner: Tuner, tokens: int) -> str:
+    """Half of the sizes with another routing than the one that was tuned on; always the same for one size, so that a
+    further round of validation measures only what is new."""
     other = "powerlaw" if tuner.plan.routing == "uniform" else "uniform"
-    return other if number % 2 else tuner.plan.routing
+    return other if tuner.plan.stage_seed("routing", tokens, "") % 2 else tuner.plan.routing
 
 
 def _measure(tuner: Tuner, tokens: int, routing: str) -> Held | None:

@@ -56,8 +56,8 @@ class EmuOptions:
     ``races`` needs kernels of the checked flavour. ``preempt`` also switches at plain accesses (checked, not fifo).
     ``uninit`` reports reads of bytes never written (checked kernels). ``resident_ctas`` per rank, 0 = all.
     Per rank: ``start_delay`` in virtual ns; ``slow`` n > 1: a warp of it runs one time in n while others could;
-    ``stop_after`` n > 0: it dies after n turns of its warps, and a wait for it is a ``rank-stopped`` finding instead of
-    a deadlock. ``mutant``: the fault that ``hw::mutant`` switches on (tests/mutants). ``jump_ns``: the clock's first jump
+    ``stop_after`` n > 0: it dies after n turns of its warps (a ``rank-stopped`` finding), and if others then wait for
+    it, that is ``waits-for-dead`` instead of a deadlock. ``mutant``: the fault that ``hw::mutant`` switches on (tests/mutants). ``jump_ns``: the clock's first jump
     when nothing can run (0: 1 s; each jump doubles). ``max_slices`` and ``wall_limit_s`` (0 = none) end a run as a livelock.
     """
 
@@ -81,7 +81,8 @@ class EmuOptions:
 @dataclass(frozen=True)
 class EmuFinding:
     """One thing found wrong. ``kind``: deadlock, race, bounds, uninit, misaligned, foreign, barrier, mbarrier, warp,
-    wgmma, bulk, async, register, cluster, tensormap, trap, stack, livelock, rank-stopped, stopped. ``chain``: the inlined calls that
+    wgmma, bulk, async, register, cluster, tensormap, trap, stack, livelock, stopped, and, told
+    to happen, rank-stopped and waits-for-dead. ``chain``: the inlined calls that
     led there, innermost first (``file:line``), when the library has line tables. Ids are -1 where they do not apply."""
 
     kind: str

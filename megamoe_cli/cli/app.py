@@ -39,8 +39,10 @@ class App:
         self.run = Run(kind, Path(results_dir or self.settings.get("results_dir") or paths.results_dir()))
 
     def evidence(self, **facts: Any) -> None:
-        """Facts for that line; ``record``: path of the run record."""
+        """Facts for that line. ``record``: path of a run record; there may be several."""
         if self.run is not None:
+            if "record" in facts:
+                self.run.facts.setdefault("records", []).append(facts.pop("record"))
             self.run.facts.update(facts)
 
     def wants_color(self, stream: TextIO) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from megamoe_cli import testplan
+from megamoe_cli import sanitize, testplan
 from megamoe_cli.cli.app import App, json_option, verbosity_options
 from megamoe_cli.errors import ExitCode, UsageError
 from megamoe_cli.plan_values import parse_options
@@ -43,6 +43,22 @@ _DEFAULT = Request()
               help="auto, emulator, virtual, nvlink, processes.")
 @click.option("--case", "case_ids", multiple=True, metavar="ID", help="A named small input, or all of them; repeatable; 'list' lists them.")
 @click.option("--option", "options", multiple=True, metavar="KEY=VAL", help="Backend option, such as races=true.")
+@click.option("--sanitize", is_flag=True,
+              help="On the emulator, look for races, uninitialised reads and schedules that break the kernel. Defaults "
+                   "then: --ranks 2 --tokens uneven:72 --shape 256x256x4x2 --seeds 8. A failing seed is shrunk.")
+@click.option("--schedule", type=click.Choice(sanitize.SCHEDULE_CHOICES), metavar="NAME",
+              help="Emulator: order of warps: fifo, random, pct, or mixed (seeds take turns; with --sanitize the default).")
+@click.option("--completion", type=click.Choice(sanitize.COMPLETION_CHOICES), metavar="NAME",
+              help="Emulator: when copies and WGMMA complete: eager, random, lazy, or mixed.")
+@click.option("--skew", multiple=True, metavar="KIND:RANK",
+              help="Emulator: late:R, slow:R or stop:R (dies); R may be 'any', @N sets the amount; repeatable.")
+@click.option("--resident-ctas", type=click.IntRange(1), metavar="N",
+              help="Emulator: CTAs of a rank that can be on the device at once, as if another kernel held the rest.")
+@click.option("--vary-tokens", is_flag=True, help="Each launch in a row has other token counts, zero on some ranks.")
+@click.option("--mix", multiple=True, metavar="KEY=VAL[,KEY=VAL]",
+              help="Later launches in a row use this configuration, in turn with the case's own; repeatable.")
+@click.option("--replay", type=click.IntRange(1), metavar="N", help="Run the whole sequence N times, as a captured graph would.")
+@click.option("--no-shrink", is_flag=True, help="With --sanitize: leave failing cases as they are.")
 @click.option("-k", "filters", multiple=True, metavar="TEXT", help="Only cases whose id has TEXT (* and ? too; !TEXT: not).")
 @click.option("-n", "--dry-run", is_flag=True, help="List the cases; run nothing.")
 @click.option("-x", "--exitfirst", is_flag=True, help="Stop at the first case that does not pass.")
@@ -80,13 +96,19 @@ def selected_cases(ctx: click.Context, values: dict[str, Any]) -> list[Case]:
     from click.core import ParameterSource
 
     flags = {name for name in values if ctx.get_parameter_source(name) == ParameterSource.COMMANDLINE}
+    if values["sanitize"]:
+        given = {name for name in values if ctx.get_parameter_source(name) != ParameterSource.DEFAULT}
+        if values["tokens_per_rank"]:
+            given.add("tokens")
+        values |= {name: value for name, value in sanitize.DEFAULTS.items() if name not in given and not values["case_ids"]}
     if values["tokens_per_rank"] and "tokens" in flags:
         raise UsageError("--tokens and --tokens-per-rank exclude each other")
+    values["backend"] = sanitize.check_backend(values)
     request = Request(
         **{name: values[name] for name in ("ranks", "phase", "tokens", "tokens_per_rank", "capacity", "shape", "block_m",
                                            "config", "routing", "clamp", "seed", "seeds", "repeat", "backend")},
-        timeout_s=values["timeout"], options=parse_options(values["options"]),
-    )
+        timeout_s=values["timeout"], options=sanitize.options_from(values) | parse_options(values["options"]),
+    )  # fmt: skip
     if values["case_ids"]:
         extra = [name for name in _SWEEP_OPTIONS if name in flags]
         if extra:
@@ -157,6 +179,10 @@ def exit_code_of(results: Sequence[Any]) -> int:
     return codes.pop() if len(codes) == 1 else int(ExitCode.NO) if codes else int(ExitCode.DONE)
 
 
+SHRINK_S = 60.0  # seconds for making one failure small
+SHRUNK = 3  # kinds of failure that are made small
+
+
 class _StopAfterFailure(Exception):
     """Ends the supervisor's loop from its callback (-x); it kills its workers on the way out."""
 
@@ -203,7 +229,26 @@ class _Run:
                 # The error itself is reported by main; with --json that is the one document.
                 self._finish(int(ExitCode.NO), show=not self.app.json)
             raise
+        if self.values.get("sanitize") and not self.values["no_shrink"] and self.interrupted is None:
+            self._shrink()
         return self._finish(self._exit_code())
+
+    def _shrink(self) -> None:
+        """Makes the failures small: the first few that differ in kind."""
+        from megamoe_cli.shrink import batches, shrink, signature
+
+        by_id, seen, shrunk = {case.id: case for case in self.cases}, set(), 0
+        jobs = self.values["jobs"] or default_jobs("emulator")
+        run = batches("emulator", self.values["timeout"], jobs, worker_env(jobs))
+        for result in self.results:
+            kind = signature(result)
+            if result.passed or kind & seen or by_id[result.id].named or result.exit_code == ExitCode.BUILD_FAILED or shrunk == SHRUNK:
+                continue
+            seen |= kind
+            shrunk += 1
+            self.app.say(f"shrinking {result.id} (up to {SHRINK_S:g} s; --no-shrink leaves it out)")
+            found = shrink(by_id[result.id], result, run, SHRINK_S)
+            result.smallest = found.case.repro()
 
     def _run_ranks(self, ranks: int, progress: Any) -> None:
         from megamoe_cli.supervisor import run_cases

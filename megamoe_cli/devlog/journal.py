@@ -54,21 +54,19 @@ def line_digest(line: Mapping[str, Any]) -> str:
 
 
 def make_line(run: Run, exit_code: int, previous: str) -> dict[str, Any]:
-    """The line of a run that ended. ``facts["record"]`` (a path) becomes a name and a digest; what the record says
+    """The line of a run that ended. ``facts["records"]`` (paths) become names and digests; what the first record says
     about place, sources and machine is taken from it, since it was measured there."""
     from megamoe_cli.report.record import host_state, new_run_id, source_state
 
     facts = dict(run.facts)
-    path = facts.pop("record", None)
-    record, document = None, {}
-    if path is not None and Path(path).is_file():
-        document = json.loads(Path(path).read_text(encoding="utf-8"))
-        record = {"path": _relative(Path(path), run.results_dir), "sha256": file_digest(Path(path))}
+    paths = [Path(path) for path in facts.pop("records", []) if Path(path).is_file()]
+    records = [{"path": _relative(path, run.results_dir), "sha256": file_digest(path)} for path in paths]
+    document = json.loads(paths[0].read_text(encoding="utf-8")) if paths else {}
     line = {
-        "schema": SCHEMA, "id": document.get("id") or new_run_id(run.kind.replace(" ", "-"), run.started), "kind": run.kind,
+        "schema": SCHEMA, "id": document["id"] if len(paths) == 1 else new_run_id(run.kind.replace(" ", "-"), run.started), "kind": run.kind,
         "command": ["megamoe", *sys.argv[1:]], "started": _stamp(run.started), "seconds": round(time.monotonic() - run.clock, 3),
         "exit_code": int(exit_code), "source": document.get("source") or source_state(),
-        "host": document.get("host") or host_state(), "where": document.get("where", []), "record": record,
+        "host": document.get("host") or host_state(), "where": document.get("where", []), "records": records,
         **facts, "previous": previous}  # fmt: skip
     line = json.loads(json.dumps(line, default=str))  # what the digest is over is what stands in the file
     return {**line, "digest": line_digest(line)}
@@ -132,11 +130,3 @@ def read(results_dir: Path) -> list[dict[str, Any]]:
             raise JournalBroken(f"{path}, line {number}: the line before it is not the one it followed")
         out.append(line)
     return out
-
-
-def record_of(line: Mapping[str, Any], results_dir: Path) -> Path | None:
-    """Where the run record of a line lies, or None when the run left none or it is gone."""
-    if not line.get("record"):
-        return None
-    path = results_dir / line["record"]["path"]
-    return path if path.is_file() else None

@@ -250,10 +250,12 @@ def check_bits(report: Report, metric: str, got: torch.Tensor, expected: torch.T
 
 
 def check_activations(report: Report, got: torch.Tensor, got_sf: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor,
-                      exact: torch.Tensor, where: Where) -> tuple[int, int]:  # fmt: skip
+                      exact: torch.Tensor, where: Where, unclamped: torch.Tensor | None = None) -> tuple[int, int]:  # fmt: skip
     """Requantized rows: ``got`` [n,I] e4m3 and ``got_sf`` [n,I/128] against the reference's ``codes``, ``scales`` and
     its ``exact`` float64 activations. Returns (differing codes, compared codes) for the caller's share over a rank.
 
+    ``unclamped`` [n,I]: the activations had there been no clamp (None: there is none). Accumulators are off in proportion
+    to what they were before a clamp made them small, so the floor below which codes are not told apart follows those.
     A group whose exact values overflow FP32 is not judged; where an exact value is NaN, the result must be NaN.
     """
     n, columns = got.shape
@@ -283,6 +285,8 @@ def check_activations(report: Report, got: torch.Tensor, got_sf: torch.Tensor, c
     step = (split(code_order(got)) - split(code_order(codes))).abs()
     step = step.where(judged[..., None] & ~got_nan, torch.zeros_like(step))
     amax = scales * 448.0
+    if unclamped is not None:
+        amax = amax.maximum(split(unclamped).abs().nan_to_num(nan=0.0, posinf=0.0).amax(2).to(amax.dtype))
     far = (step > 1) & ((value - want).abs() > LIMITS["code_floor"].value * amax[..., None])
     far = far.reshape(n, columns)
     _per_row(report, far, "l2_acts_code", *flat, where,

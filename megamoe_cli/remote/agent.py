@@ -28,7 +28,7 @@ if __name__ == "__main__":  # the tree it came with, not the folder it lies in
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from megamoe_cli.processes import TOKEN, token_pids  # noqa: E402
-from megamoe_cli.remote.far_processes import birth, descendants, kill_all, send, token_of  # noqa: E402
+from megamoe_cli.remote.far_processes import birth, children, descendants, kill_all, send, token_of  # noqa: E402
 
 KEEP_JOBS = 20  # ended jobs whose folders stay
 _SUBREAPER, _PARENT_DEATH_SIGNAL = 36, 1  # prctl: adopt orphans below us; a signal when our parent dies
@@ -142,7 +142,8 @@ def watch_client(stop, child, silence_s, buffer):
     if not data:
         stop.reason = stop.reason or "the client is gone"
     for _ in range(data.count(b"i")):
-        send(child.pid, signal.SIGINT)  # to timeout(1), which passes it on once; the group would get it twice
+        for pid in children(child.pid):  # not to timeout(1): a signal starts its clock for SIGKILL
+            send(pid, signal.SIGINT)
     if b"t" in data:
         stop.reason = stop.reason or "stopped by the client"
 

@@ -46,6 +46,12 @@ def descendants(root: int) -> list[int]:
     return found
 
 
+def children(parent: int) -> list[int]:
+    """Live processes that ``parent`` started itself."""
+    stats = ((int(entry), stat_fields(entry)) for entry in filter(str.isdigit, os.listdir("/proc")))
+    return [pid for pid, fields in stats if fields and fields[0] not in "ZX" and int(fields[1]) == parent]
+
+
 def send(pid: int, sig: int) -> None:
     try:
         os.kill(pid, sig)

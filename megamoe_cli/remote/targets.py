@@ -64,10 +64,11 @@ class Target:
         return self.name or self.host
 
     def limits(self) -> Limits:
-        """60 s gives 20 < 50 < 55 < 60: DESIGN's nesting; other limits keep its proportions."""
-        margin = min(5.0, self.timeout / 12)
-        command = self.timeout - 2 * margin
-        return Limits(case=0.4 * command, command=command, grace=margin, remote=self.timeout)
+        """60 s gives 20 < 50 < 55 < 60. Ten seconds at most go to what is around the command: starting it through
+        ssh, and ending it."""
+        around = min(10.0, 0.6 * self.timeout)
+        command = self.timeout - around
+        return Limits(case=0.4 * command, command=command, grace=around / 2, remote=self.timeout)
 
 
 # key of the file -> what it must be

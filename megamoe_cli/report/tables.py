@@ -157,6 +157,8 @@ def describe_failure(case: Case, result: CaseResult) -> list[str]:
     if result.status in ("error", "crash", "hang"):
         lines += [f"  | {line}" for line in result.stderr[-6:]]
     lines.append(f"  reproduce: {case.repro()}")
+    if result.smallest:
+        lines.append(f"  smallest: {result.smallest}")
     return lines
 
 

@@ -89,14 +89,14 @@ def test_rows_out_of_range_and_zero():
     assert rows()(zero, zero) == [] and len(rows()(zero + 1e-30, zero)) == 1, "zero means zero"
 
 
-def activations(change=None, n=4, columns=256, acts=None):
+def activations(change=None, n=4, columns=256, acts=None, unclamped=None):
     a = torch.randn(n, columns, generator=torch.Generator().manual_seed(3)).double() if acts is None else acts
     codes, scales = requantize(a)
     got, got_sf = codes.clone(), scales.clone()
     if change:
         change(got.view(torch.uint8), got_sf)
     report = Report()
-    counted = check_activations(report, got, got_sf, codes, scales, a, where)
+    counted = check_activations(report, got, got_sf, codes, scales, a, where, unclamped)
     return report.findings(), counted, report.metrics
 
 
@@ -153,6 +153,18 @@ def test_activations_near_zero_and_nan():
     assert [(f.metric, f.column) for f in activations(swallowed, acts=a.clone())[0]] == [("l2_acts_nan", 9)]
     a[0, 9] = 1e39
     assert activations(swallowed, acts=a.clone())[0] == [], "a group that overflows is not defined"
+
+
+def test_the_floor_follows_what_a_clamp_cut_off():
+    a = torch.full((1, 256), 0.1).double()
+    a[0, 7] = 2e-3
+
+    def two_codes(codes, sf):
+        codes[0, 7] += 2
+
+    assert [f.metric for f in activations(two_codes, acts=a)[0]] == ["l2_acts_code"]
+    assert activations(two_codes, acts=a, unclamped=a * 20)[0] == []
+    assert [f.metric for f in activations(two_codes, acts=a, unclamped=a)[0]] == ["l2_acts_code"]
 
 
 def test_bits():

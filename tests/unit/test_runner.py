@@ -138,10 +138,10 @@ def test_faults_are_told_with_their_record():
 
 
 def test_emulator_reports_fail_a_case_whatever_its_output():
-    report = {"kind": "race", "text": "two writers", "file": "epilogue_l1.cuh", "line": 12, "rank": 1}
+    report = {"kind": "race", "text": "two writers", "file": "epilogue_l1.cuh", "line": 12, "rank": 1, "seed": 7}
     result = run(case(), diagnostics=[report])
     assert result.status == "fail" and result.findings[0]["metric"] == "emulator_race"
-    assert "epilogue_l1.cuh:12" in result.findings[0]["message"] and result.message == "emulator: race: two writers"
+    assert result.findings[0]["place"] == "epilogue_l1.cuh:12" and result.message == "emulator: race: epilogue_l1.cuh:12: two writers (seed 7)"
 
 
 @pytest.mark.parametrize(("error", "status", "code", "respawn"), [

@@ -203,7 +203,7 @@ int mm_emu_run(void* program, const mm_emu_options* options) {
     o.max_findings = options->max_findings == 0 ? 32 : options->max_findings;
     o.max_slices = options->max_slices;
     o.mutant = options->mutant;
-    if (options->jump_ns != 0) engine.jump_ns_ = options->jump_ns;
+    if (options->jump_ns != 0) engine.first_jump_ns_ = engine.jump_ns_ = options->jump_ns;
     o.wall_limit_s = options->wall_limit_s;
     p->findings.clear();
     p->stats = Stats{};

@@ -291,7 +291,7 @@ struct Engine {
     u64 rng_ = 1;
     u64 seen_progress_ = 0;
     u32 quiet_ = 0, jumps_ = 0;
-    u64 jump_ns_ = 1'000'000'000;
+    u64 first_jump_ns_ = 1'000'000'000, jump_ns_ = first_jump_ns_;
     bool deadlock_reported_ = false, streams_dirty_ = true;
     std::vector<u64> pct_points_;
     StackPool& stacks_;
@@ -314,6 +314,7 @@ struct Engine {
     void wake_pollers();
     void unpark(Thread& t);
     bool finished() const;
+    bool any_stopped() const;
     bool over_limit();
 
     explicit Engine(StackPool& stacks);

@@ -163,6 +163,11 @@ bool Engine::slow(const Warp& w) const { return streams[w.cta->rank].slow > 1; }
 void Engine::stop_rank(u32 rank) {
     streams[rank].stopped = true;
     ++progress;
+    Finding f;
+    f.kind = "rank-stopped";
+    f.text = format("rank %u dies in launch %u, after %llu turns of its warps", rank, streams[rank].launch->number, streams[rank].stop_after);
+    f.rank = static_cast<int>(rank);
+    findings.push_back(std::move(f));
     auto ours = [&](const Thread* t) { return cta_of(*t).rank == rank; };
     for (Thread* t : pollers_)
         if (ours(t))
@@ -247,6 +252,7 @@ bool Engine::idle() {
     if (seen_progress_ != progress) {
         seen_progress_ = progress;
         quiet_ = 0;
+        jump_ns_ = first_jump_ns_;
     } else {
         ++quiet_;
     }
@@ -259,8 +265,7 @@ bool Engine::idle() {
         deadlock_reported_ = true;
         Finding f;
         // The others waiting for a rank that died is what must happen: then this only says who waited.
-        const bool died = std::any_of(streams.begin(), streams.end(), [](const Stream& s) { return s.stopped; });
-        f.kind = died ? "rank-stopped" : "deadlock";
+        f.kind = any_stopped() ? "waits-for-dead" : "deadlock";
         f.text = describe_waiters(*this);
         findings.push_back(std::move(f));
     }
@@ -280,6 +285,10 @@ bool Engine::idle() {
                 }
     }
     return !ready_.empty();
+}
+
+bool Engine::any_stopped() const {
+    return std::any_of(streams.begin(), streams.end(), [](const Stream& s) { return s.stopped; });
 }
 
 bool Engine::finished() const {
@@ -333,7 +342,14 @@ void Engine::loop() {
             continue;
         }
         if (finished()) break;
-        if (!idle()) break;
+        if (idle()) continue;
+        if (!finished() && any_stopped()) {  // without a dead rank the deadlock has been reported
+            Finding f;
+            f.kind = "deadlock";
+            f.text = "no wait ever gave up, however far the clock went\n" + describe_waiters(*this);
+            findings.push_back(std::move(f));
+        }
+        break;
     }
 }
 
