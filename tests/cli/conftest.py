@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megamoe_cli import supervisor, testplan
+from megamoe_cli import paths, supervisor, testplan
 from megamoe_cli.cli.main import main
 from megamoe_cli.protocol import CaseResult
 from megamoe_cli.settings import KEYS
@@ -30,6 +30,7 @@ def no_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setenv("MEGAMOE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(paths, "results_dir", lambda: tmp_path / "results")  # the journal of the checkout is not for tests
     monkeypatch.chdir(tmp_path)
 
 

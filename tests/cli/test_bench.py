@@ -39,7 +39,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def record() -> dict:
-    path = sorted(Path("out").glob("*/bench.json"))[-1]
+    path = max(Path("out").glob("*/bench.json"), key=lambda found: found.stat().st_mtime_ns)
     return json.loads(path.read_text())
 
 

@@ -86,8 +86,10 @@ def test_explain(tmp_path):
     document = json.loads(result.stdout)
     assert document["schema"] == "megamoe.explain/1"
     assert [(w["warp"], w["warpgroup"], w["role"], w["registers"]) for w in document["warps"]][::3] == [
-        (0, 0, "dispatch", 48), (3, 0, "tma", 48), (6, 1, "math0", 208), (9, 2, "math1", 208)]
-    assert document["totals"]["planned"] == 59392 and document["totals"]["owned"] == 64512
+        (0, 0, "dispatch", 56), (3, 0, "tma", 56), (6, 1, "math0", 208), (9, 2, "math1", 208)]
+    assert document["totals"]["planned"] == 60416 and document["totals"]["owned"] == 64512
+    tight = megamoe("build", "--explain", "--json", "--config", "block_m=64,regs_dispatch=48,regs_tma=48,regs_math=208", cache=tmp_path)
+    assert json.loads(tight.stdout)["totals"]["planned"] == 59392
     text = megamoe("build", "--explain", cache=tmp_path).stdout
     assert "math1" in text and "64512" in text
     assert not (tmp_path / "builds").exists()

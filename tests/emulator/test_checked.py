@@ -270,3 +270,105 @@ MM_KERNEL_ENTRY(mega_moe, 32, 1, Params, body)
         run.program.copy(r, addresses[r], staged[r].ctypes.data, 128)
     report = run.run(races=True)
     assert report.kinds() == {"race"} and any("x of rank" in f.text and "stream of rank" in f.text for f in report.findings)
+
+
+COUNTER = """
+struct Params { u64 count, flag, out; };
+MM_DEVICE void body(const Params& p) {
+    u32* count = reinterpret_cast<u32*>(p.count);
+    u32* flag = reinterpret_cast<u32*>(p.flag);
+    if (hw::thread_idx() != 0) return;
+    hw::atom_add_relaxed<Scope::kGpu>(count, 5);
+    ARRIVE;
+    while (hw::ld_acquire<Scope::kGpu>(flag) != 2) {}
+    hw::fence_proxy_async();  // the wait is over
+    hw::st_u32(reinterpret_cast<u32*>(p.out) + hw::cta_idx(), hw::ld_relaxed<Scope::kGpu>(count));
+}
+MM_KERNEL_ENTRY(mega_moe, 32, 1, Params, body)
+"""
+
+
+@pytest.mark.parametrize(("arrive", "racy"), [("hw::red_add_release<Scope::kGpu>(flag, 1)", False), ("hw::red_add_relaxed<Scope::kGpu>(flag, 1)", True)])
+def test_relaxed_load_that_may_be_stale_is_reported(arrive: str, racy: bool) -> None:
+    """Every access is atomic, so this is no race of data; but without the release the sum might be an old one."""
+    run, count, flag, out = Run(), np.zeros(1, np.uint32), np.zeros(1, np.uint32), np.zeros(2, np.uint32)
+    words = [run.region(count, name="count"), run.region(flag, name="flag"), run.region(out, name="out")]
+    run.launch(build(COUNTER, True, f"ARRIVE={arrive}"), *words, grid=2)
+    report = run.run(races=True, schedule="random", seed=3)
+    assert (out == 10).all()
+    assert report.kinds() == ({"race"} if racy else set()), str(report)
+    assert not racy or "might see an older value" in report.findings[0].text
+
+
+LANES = """
+struct Params { u64 out; };
+MM_DEVICE void body(const Params& p) {
+    u8* smem = hw::dynamic_smem();
+    u64* bar = reinterpret_cast<u64*>(smem + 1024);
+    u32* words = reinterpret_cast<u32*>(smem);
+    const u32 t = hw::thread_idx(), lane = hw::lane_idx();
+    if (t == 0) hw::mbarrier_init(bar, 1);
+    if (t < 32) hw::sts_u32(words + t, t);
+    hw::cta_sync<64>();
+    if (t < 32) {
+        const u32 v = hw::lds_u32(words + (lane ^ 1));
+        BEFORE_ARRIVE;
+        if (lane == 0) hw::mbarrier_arrive(bar);
+        hw::st_u32(reinterpret_cast<u32*>(p.out) + t, v);
+    } else {
+        if (lane == 0) while (!hw::mbarrier_try_wait(bar, 0)) {}
+        BEFORE_USE;
+        hw::sts_u32(words + lane, 7);
+    }
+}
+MM_KERNEL_ENTRY(mega_moe, 64, 1, Params, body)
+"""
+
+
+@pytest.mark.parametrize(("before_arrive", "before_use", "racy"), [
+    ("hw::warp_sync()", "hw::warp_sync()", False),
+    ("(void)0", "hw::warp_sync()", True),         # lane 0 speaks for lanes it has not waited for
+    ("hw::warp_sync()", "(void)0", True),         # and other lanes rely on what lane 0 alone has seen
+    ("hw::shfl(v, 0)", "hw::warp_sync()", True),  # a shuffle moves registers; it orders no memory
+])
+def test_lanes_of_a_warp_are_ordered_by_warp_sync_only(before_arrive: str, before_use: str, racy: bool) -> None:
+    run, out = Run(), np.zeros(32, np.uint32)
+    kernel = build(LANES, True, f"BEFORE_ARRIVE={before_arrive}", f"BEFORE_USE={before_use}")
+    run.launch(kernel, run.region(out, name="out"), smem=2048)
+    report = run.run(races=True)
+    assert report.kinds() == ({"race"} if racy else set()), str(report)
+    if racy:
+        assert any("lane" in f.text and "shared memory" in f.text for f in report.findings), str(report)
+
+
+def test_lanes_that_write_one_word_race_with_each_other() -> None:
+    source = """
+struct Params { u64 out; };
+MM_DEVICE void body(const Params& p) {
+    u32* out = reinterpret_cast<u32*>(p.out);
+    hw::st_u32(out + hw::lane_idx() / WIDTH, hw::lane_idx());
+}
+MM_KERNEL_ENTRY(mega_moe, 32, 1, Params, body)
+"""
+    for width, racy in ((1, False), (2, True)):
+        run, out = Run(), np.zeros(32, np.uint32)
+        run.launch(build(source, True, f"WIDTH={width}"), run.region(out, name="out"))
+        report = run.run(races=True)
+        assert report.kinds() == ({"race"} if racy else set()), str(report)
+        assert not racy or "lanes of one warp are ordered by warp_sync only" in report.findings[0].text
+
+
+def test_what_is_declared_undefined_must_be_written_before_it_is_read() -> None:
+    source = """
+struct Params { u64 a, out; };
+MM_DEVICE void body(const Params& p) {
+    if (hw::thread_idx() == 0) hw::st_u32(reinterpret_cast<u32*>(p.out), hw::ld_u32(reinterpret_cast<u32*>(p.a) + AT));
+}
+MM_KERNEL_ENTRY(mega_moe, 32, 1, Params, body)
+"""
+    for at, kinds in ((0, set()), (3, {"uninit"})):
+        run, a, out = Run(), np.ones(8, np.uint32), np.zeros(1, np.uint32)
+        address = run.region(a, name="a")
+        run.program.undefine(0, address + 8, 8)
+        run.launch(build(source, True, f"AT={at}"), address, run.region(out, name="out"))
+        assert run.run().kinds() == kinds

@@ -23,6 +23,8 @@ from megamoe_cli.settings import KEYS
 from tests.remote.sshd_box import Box, missing
 
 ROOT = Path(__file__).resolve().parents[2]
+# The shortest run there is.
+STUB = ("test", "--ranks", "1", "--phase", "stub", "--tokens", "8", "--backend", "emulator")
 
 
 @dataclass
@@ -135,6 +137,29 @@ def wait_for(what: Callable[[], Any], seconds: float = 20.0) -> Any:
         assert time.monotonic() < until, f"nothing after {seconds} s"
         time.sleep(0.02)
     return answer
+
+
+def runs_in(far: Far) -> list[Path]:
+    """The run folders that came back."""
+    return sorted(p for p in (far.home / "results").iterdir() if p.is_dir())
+
+
+def record_of_end(far: Far) -> dict:
+    (path,) = wait_for(lambda: list((far.state / "jobs").glob("*/end.json")))
+    return json.loads(path.read_text())
+
+
+def started(far: Far, body: str | None = None) -> subprocess.Popen:
+    """A client whose far command is at work."""
+    up = far.fake_python(far.stubborn() if body is None else body)
+    client = far.start(*STUB)
+    wait_for(up.exists)
+    assert len(far.processes()) >= 4
+    return client
+
+
+def error_of(err: str) -> str:
+    return next(line for line in err.splitlines() if line.startswith("error: "))
 
 
 @pytest.fixture(autouse=True)

@@ -102,15 +102,15 @@ def test_refusals(ranks: int, capacity: int, text: str) -> None:
 
 
 def test_smem_golden() -> None:
-    # Flash, 8 ranks, 128x256, compact, 3 stages: a 49152 + b 98304 + sfa 1536 + amax 2048 + ring 128
-    # + barriers 8*(6+16+4+1)=216 -> 256 + rows 4*4096 + prefix align(4*257,16)=1040 + list 1024
-    # + pool base align(132,16)=144 + counts 128 + send 2*1024 + 64.
+    # Flash, 8 ranks, 128x256, compact, 3 stages: a 49152 + b 98304 + sfa 1536 + amax 2048 + side 4*128*12
+    # + ring 64 and barriers 8*(6+8+4+1)=152 -> 256 + rows 4*4096 + prefix align(4*257,16)=1040 + list 1024
+    # + pool base align(132,16)=144 + counts 128 + active align(260,16)=272 + send 2*1024 + 64.
     config = KernelConfig(stages=3)
     flash = NAMED_SHAPES["flash"]
     plan = layout.smem_plan(config, flash, 8)
-    assert list(plan.values()) == [49152, 98304, 1536, 2048, 128, 256, 16384, 1040, 1024, 144, 128, 2048, 64]
-    assert layout.smem_bytes(config, flash, 8) == 172256
-    assert layout.require_smem(config, flash, 8) == 172256
+    assert list(plan.values()) == [49152, 98304, 1536, 2048, 6144, 256, 16384, 1040, 1024, 144, 128, 272, 2048, 64]
+    assert layout.smem_bytes(config, flash, 8) == 178544
+    assert layout.require_smem(config, flash, 8) == 178544
 
 
 def test_small_block_m_keeps_a_64_row_stage() -> None:

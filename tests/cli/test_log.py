@@ -1,0 +1,231 @@
+"""``megamoe log`` on records made by hand and, in a repository of its own, by ``megamoe test`` itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megamoe_cli import paths
+from megamoe_cli.devlog import journal
+from tests.cli.conftest import ROOT
+
+CACHE = paths.cache_dir()  # the real one, before a fixture moves it: these tests are not about compiling
+COMMIT = "c0ffee" + "0" * 34
+LOG = ("log", "--file", "log.md", "--results-dir", "out")
+CHECK = ("log", "check", "--file", "log.md", "--results-dir", "out")
+
+
+def case(phase: str, ranks: int, tokens: list[int], status: str = "pass", **more) -> dict:
+    identity = f"{phase}-r{ranks}-t{tokens[0]}"
+    return {"phase": phase, "id": identity, "status": status, "where": f"emulator({ranks} ranks x 2 CTAs)", "seconds": 1.0,
+            "case": {"ranks": ranks, "tokens": tokens, "config": {"block_m": 64}}, **more}
+
+
+def ran(*results: dict, commit: str = COMMIT, code: int = 0, **facts) -> str:
+    """A run record and its line in the journal, as a test run leaves them. Returns the run's id."""
+    number = len(journal.read(Path("out"))) + 1
+    identity = f"20260102-03040{number}-test-000{number}"
+    source = {"version": "0.1.0", "kernel_sources": paths.kernel_source_digest(), "commit": commit, "dirty": False}
+    where = list(dict.fromkeys(r["where"] for r in results))
+    document = {"schema": "megamoe.run/1", "id": identity, "source": source, "where": where, "results": results,
+                "host": {"system": "Linux", "machine": "x86_64", "cpus": 2, "python": "3.12"}}
+    path = Path("out") / identity / "results.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(document))
+    run = journal.Run("test", Path("out"))
+    run.facts.update(records=[path], **facts)
+    journal.finish(run, code)
+    return identity
+
+
+def test_an_entry_says_what_ran(megamoe) -> None:
+    ran(case("l1", 8, [48] * 8), case("l1", 8, [3, 40] * 4), case("l1", 8, [7] * 8, "fail", message="1 row | differs"), code=1)
+    ran(case("l2", 2, [0, 0]))
+    answer = megamoe(*LOG, "--request", "make l1 <right>", "--issue", "slow at 7 tokens", "--next", "fix it")
+    assert answer.code == 0, answer.err
+    text = megamoe("log", "show", "--file", "log.md").out
+    assert text.startswith("## 20") and "· phase l1, l2 · c0ffee0000" in text
+    assert "**Request.** make l1 &lt;right>" in text
+    assert "| l1 | 8 | 48, uneven 3..40, 7 | 64 | emulator(8 ranks x 2 CTAs) | 2 of 3 |" in text
+    assert "| l2 | 2 | 0 | 64 | emulator(2 ranks x 2 CTAs) | 1 of 1 |" in text
+    assert "failed (1)" in text and "- l1-r8-t7: fail: 1 row \\| differs" in text and "- slow at 7 tokens" in text and "- fix it" in text
+    assert "emulator only: nothing here is about a GPU" in text
+    checked = megamoe(*CHECK)
+    assert checked.code == 0 and checked.out == "1 entries: 1 proven by records, 0 consistent, 0 false\n"
+    again = megamoe(*LOG)
+    assert again.code == 5 and "no run in out since the last entry" in again.err
+
+
+def test_the_commands_of_a_remote_run_are_all_there(megamoe) -> None:
+    steps = [{"what": "sync", "command": ["rsync", "-c", "a b", "box:x"], "seconds": 0.51, "exit_code": 0},
+             {"what": "run", "command": ["ssh", "box", "timeout -k 5 50 python"], "seconds": 12.3, "exit_code": 124}]
+    ran(case("l1", 8, [8] * 8), code=124, remote={"target": "box", "job": "j", "steps": steps})
+    megamoe(*LOG)
+    text = Path("log.md").read_text()
+    assert "| to box (sync) | `rsync -c 'a b' box:x` | passed (0) | 0.5 |" in text
+    assert "| to box (run) | `ssh box 'timeout -k 5 50 python'` | timeout (124) | 12.3 |" in text
+
+
+@pytest.mark.parametrize("args, words", [
+    (("--phase", "combine"), "phase combine was not run"), (("--ranks", "1,8"), "1 ranks was not run"),
+    (("--phase", "l1", "--ranks", "8", "--phase", "l2"), "phase l2 on 8 ranks was not run"), (("--run", "nothing"), "there was no run nothing"),
+])  # fmt: skip
+def test_what_was_not_run_is_refused(megamoe, args, words) -> None:
+    ran(case("l1", 8, [8] * 8), case("l2", 8, [8] * 8, "not run"))
+    answer = megamoe(*LOG, *args)
+    assert answer.code == 1 and words in answer.err, answer.err
+    assert not Path("log.md").exists()
+    assert megamoe(*LOG, "--phase", "l1", "--ranks", "8").code == 0
+
+
+def test_without_any_run_there_is_nothing_to_say(megamoe) -> None:
+    answer = megamoe(*LOG)
+    assert answer.code == 5 and "nothing to log" in answer.err and not Path("log.md").exists()
+
+
+def test_records_that_were_changed_are_refused(megamoe) -> None:
+    identity = ran(case("l1", 8, [8] * 8, "fail"))
+    path = Path("out") / identity / "results.json"
+    kept = path.read_text()
+    path.write_text(kept.replace('"fail"', '"pass"'))
+    assert "was changed after the run" in megamoe(*LOG).err
+    path.unlink()
+    assert "is gone" in megamoe(*LOG).err
+    path.write_text(kept)
+    lines = Path("out/journal.jsonl").read_text()
+    Path("out/journal.jsonl").write_text(lines.replace('"exit_code": 0', '"exit_code": 1'))
+    assert "line 1: changed after it was written" in megamoe(*LOG).err
+    assert not Path("log.md").exists()
+
+
+def test_a_line_taken_out_of_the_journal_shows(megamoe) -> None:
+    for ranks in (1, 2, 8):
+        ran(case("l1", ranks, [8] * ranks))
+    path = Path("out/journal.jsonl")
+    first, _, last = path.read_text().splitlines()
+    path.write_text(f"{first}\n{last}\n")
+    answer = megamoe(*LOG)
+    assert answer.code == 1 and "line 2: the line before it is not the one it followed" in answer.err
+
+
+def test_runs_of_different_sources_do_not_make_one_entry(megamoe) -> None:
+    old, new = ran(case("l1", 8, [8] * 8), commit="a" * 40), ran(case("l2", 8, [8] * 8))
+    refused = megamoe(*LOG, "--run", old, "--run", new)
+    assert refused.code == 1 and "different commits or sources" in refused.err
+    assert megamoe(*LOG).code == 0 and "phase l2 ·" in Path("log.md").read_text(), "the newest sources, and only these"
+    assert f"{old}  exit 0" in (listed := megamoe("log", "list", "--runs", "--file", "log.md", "--results-dir", "out").out)
+    assert "not logged" in listed
+
+
+# ---- lies ----
+
+
+@pytest.fixture
+def logged(megamoe) -> str:
+    ran(case("l1", 8, [8] * 8), case("l1", 8, [9] * 8, "fail", message="wrong"), code=1)
+    assert megamoe(*LOG, "--request", "honest work").code == 0
+    return Path("log.md").read_text()
+
+
+@pytest.mark.parametrize("old, new", [
+    ("1 of 2", "2 of 2"), ("failed (1)", "passed (0)"), ("honest work", "great work"), ("| l1 | 8 |", "| combine | 8 |"),
+    ("- l1-r8-t9: fail: wrong\n", ""), ("**Next steps**", "All 8 ranks passed on an H200.\n\n**Next steps**"), ("8, 9 | 64", "8, 9 | 128"),
+])  # fmt: skip
+def test_a_claim_changed_by_hand_is_caught(megamoe, logged, old, new) -> None:
+    assert old in logged
+    head, text = logged.split("-->\n", 1)
+    Path("log.md").write_text(f"{head}-->\n{text.replace(old, new)}")
+    answer = megamoe(*CHECK)
+    assert answer.code == 1 and "FALSE: " in answer.out and "1 false" in answer.out
+
+
+def forged(text: str, change) -> str:
+    """The log with data changed, and text and digest made anew to fit."""
+    from megamoe_cli.devlog import entry
+
+    (parsed,), _ = entry.parse(text)
+    change(parsed.entry)
+    return entry.HEADING + "\n" + entry.block(parsed.entry)
+
+
+def test_a_careful_forger_is_caught_by_the_records(megamoe, logged) -> None:
+    def lie(entry) -> None:
+        entry["evidence"]["tested"][0]["passed"] = 2
+        entry["evidence"]["issues"] = []
+
+    Path("log.md").write_text(forged(logged, lie))
+    answer = megamoe(*CHECK)
+    assert answer.code == 1 and "tested: the entry claims what the records of its runs do not say" in answer.out
+    Path("log.md").write_text(forged(logged, lambda entry: entry["evidence"]["runs"][0].update(digest="sha256:0")))
+    assert megamoe(*CHECK).code == 1
+
+
+def test_where_the_records_are_not_it_says_so(megamoe, logged) -> None:
+    shutil.rmtree("out")
+    answer = megamoe(*CHECK)
+    assert answer.code == 0 and "consistent; its records are not here" in answer.out and "1 consistent" in answer.out
+    assert megamoe(*CHECK, "--strict").code == 6
+    Path("log.md").write_text(logged.replace("1 of 2", "2 of 2"))
+    assert megamoe(*CHECK).code == 1
+
+
+def test_an_entry_from_nowhere(megamoe, logged) -> None:
+    Path("log.md").write_text(logged + "\n## 2026-01-01 · phase combine · abc\n\nAll passed.\n")
+    answer = megamoe(*CHECK)
+    assert answer.code == 1 and "belongs to no entry that megamoe log wrote" in answer.out
+    Path("log.md").write_text(re.sub("<!-- megamoe-log-end.*-->", "", logged))
+    assert megamoe(*CHECK).code == 1
+
+
+# ---- the real thing ----
+
+
+def test_a_fresh_clone(tmp_path: Path) -> None:
+    """Clone, test, log, check: the entry names the commit, what changed in it, and what ran."""
+    clone = tmp_path / "clone"
+    clone.mkdir()
+    for name in ("pyproject.toml", "megamoe_cli", "phases", "tuning", "kernels", "tests/data"):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy2
+        copy(ROOT / name, clone / name, **({"ignore": shutil.ignore_patterns("__pycache__")} if (ROOT / name).is_dir() else {}))
+    (clone / ".gitignore").write_text("results/\n__pycache__/\n")
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", "-C", str(clone), "-c", "user.name=a", "-c", "user.email=a@b", *words], check=True,
+                              capture_output=True, text=True, timeout=60).stdout.strip()
+
+    env = {**os.environ, "MEGAMOE_CACHE_DIR": str(CACHE)}
+    env.pop("PYTHONPATH", None)
+
+    def megamoe(*words: str) -> subprocess.CompletedProcess:
+        return subprocess.run([sys.executable, "-m", "megamoe_cli", *words], cwd=clone, env=env, capture_output=True, text=True, timeout=150)
+
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-q", "-m", "Everything before")
+    with open(clone / "phases" / "stub.py", "a") as stream:
+        stream.write("# one more line\n")
+    git("commit", "-q", "-a", "-m", "Stub: one more line")
+    tested = megamoe("test", "--ranks", "1", "--phase", "stub", "--tokens", "8", "--backend", "emulator")
+    assert tested.returncode == 0, tested.stderr
+    logged = megamoe("log", "--phase", "stub", "--ranks", "1", "--request", "one more line")
+    assert logged.returncode == 0, logged.stderr
+    text = (clone / "docs" / "log.md").read_text()
+    assert f"`{git('rev-parse', 'HEAD')[:10]}` Stub: one more line; kernel sources `{paths.kernel_source_digest()}`" in text
+    assert f"since `{git('rev-parse', 'HEAD~1')[:10]}`" in text and "- phases: 1 files, +1 -0" in text and "- phases/stub.py (+1 -0)" in text
+    assert "| here | `megamoe test --ranks 1 --phase stub --tokens 8 --backend emulator` | passed (0) |" in text
+    assert "| stub | 1 | 8 | 128 | emulator(1 rank x 2 CTAs) | 1 of 1 |" in text
+    assert megamoe("log", "check").stdout == "1 entries: 1 proven by records, 0 consistent, 0 false\n"
+    refused = megamoe("log", "--phase", "combine")
+    assert refused.returncode == 5 and not megamoe("log", "check").returncode
+    with open(clone / "kernels" / "hw" / "hw.cuh", "a") as stream:
+        stream.write("// another kernel\n")
+    (run,) = json.loads(megamoe("log", "list", "--runs", "--json").stdout)["runs"]
+    stale = megamoe("log", "--run", run["id"], "--file", "other.md")
+    assert stale.returncode == 1 and "the kernel sources have changed since the run" in stale.stderr

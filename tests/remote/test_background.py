@@ -1,0 +1,72 @@
+"""Work that outlives the connection: background jobs, and searches in slices."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+
+from tests.remote.conftest import STUB, Far, runs_in, wait_for
+
+
+def test_background_job(far: Far) -> None:
+    """Started, seen, protected from a second run, attached to; its results come back with its exit code."""
+    far.settings["gpus"] = "1"
+    go = far.home / "go"
+    up = far.fake_python(f'echo begun; touch "$UP"; while ! [ -e "{go}" ]; do sleep 0.05; done\n'
+                         'mkdir "$MEGAMOE_RESULTS_DIR/r1"; echo \'{"id": "r1"}\' > "$MEGAMOE_RESULTS_DIR/r1/results.json"; echo over; exit 6')
+    begun = far.run("--detach", *STUB)
+    assert begun.code == 0, begun.err
+    job = begun.out.strip()
+    wait_for(up.exists)
+    status = far.run("status", "--json").json
+    assert [(j["job"], j["state"]) for j in status["jobs"]] == [(job, "running")]
+    assert status["locks"]["gpu1"]["what"].startswith("megamoe test"), "the lock outlives the connection"
+    second = far.run(*STUB)
+    assert second.code == 3 and f"job {job} of this checkout still runs" in second.err and "remote attach" in second.err
+    assert far.run("reap").out.startswith("far: nothing was left"), "it is not a leftover"
+    following = far.start("attach")
+    wait_for(lambda: any("follow" in Path(f"/proc/{p}/cmdline").read_bytes().decode() for p in far.processes()))
+    go.touch()
+    out, err = following.communicate(timeout=60)
+    assert (following.returncode, out) == (6, "begun\nover\n"), err
+    assert [p.name for p in runs_in(far)] == ["r1"]
+    assert far.run("attach", job).out == "begun\nover\n", "an ended job can be looked at again"
+
+
+def test_letting_go_of_a_background_job_and_cancelling_it(far: Far) -> None:
+    far.fake_python(far.stubborn())
+    job = far.run("--detach", *STUB).out.strip()
+    following = far.start("attach", job)
+    wait_for(lambda: any("follow" in Path(f"/proc/{p}/cmdline").read_bytes().decode() for p in far.processes()))
+    time.sleep(0.3)
+    following.send_signal(signal.SIGINT)
+    _, err = following.communicate(timeout=60)
+    assert following.returncode == 130 and f"job {job} goes on" in err
+    assert far.run("status", "--json").json["jobs"][0]["state"] == "running"
+    cancelled = far.run("cancel", job)
+    assert cancelled.code == 0 and f"job {job}: " in cancelled.out and "processes ended" in cancelled.out
+    far.assert_nothing_left()
+    assert far.run("attach", job).code == 143
+    assert far.run("attach", "20200101-000000-test-0000").code == 2
+
+
+def test_a_search_in_slices(far: Far) -> None:
+    """Each keeps the limit of one command and continues the run of the one before; results come back once, at the end."""
+    far.fake_python('mkdir -p "$MEGAMOE_RESULTS_DIR/r1"; echo "${@:3}" >> "$MEGAMOE_RESULTS_DIR/r1/calls"\n'
+                    'n=$(wc -l < "$MEGAMOE_RESULTS_DIR/r1/calls"); [ $n -lt 4 ] || exit 0; [ $n = 2 ] && exit 124; exit 6')
+    answer = far.run("tune", "--slices", "--static", "--shape", "tiny")
+    assert answer.code == 0, answer.err
+    calls = (far.home / "results" / "r1" / "calls").read_text().splitlines()
+    assert calls == ["tune --static --shape tiny --budget 25s", *["tune --resume last --budget 25s"] * 3]
+    assert json.loads((far.home / "results" / "r1" / "remote.json").read_text())["end"]["exit"] == 0
+    assert far.run("tune", "--slices", "--budget", "3m").code == 2
+    assert far.run("tune", "-o", "table.yaml").code == 2
+
+
+def test_a_search_in_the_background_can_be_continued(far: Far) -> None:
+    far.fake_python('mkdir -p "$MEGAMOE_RESULTS_DIR/r1"; echo "${@:3}" >> "$MEGAMOE_RESULTS_DIR/r1/calls"; exit 6')
+    assert far.run("tune", "--static", "--shape", "tiny").code == 6, "started, followed, fetched"
+    assert far.run("tune", "--resume", "last").code == 6
+    assert (far.home / "results" / "r1" / "calls").read_text() == "tune --static --shape tiny\ntune --resume last\n"

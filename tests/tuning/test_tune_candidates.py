@@ -1,0 +1,119 @@
+"""Candidates that crash, hang, lie or do not repeat: each is a recorded row, none is ever chosen, the rest goes on."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megamoe_cli.tuning.table_check import check_file
+
+BAD = {"block_m": 64, "lag": 16}
+
+
+@pytest.mark.parametrize(("kind", "status"), [
+    ("crash", "crash"), ("exit", "crash"), ("hang", "hang"), ("stubborn", "hang"), ("wrong", "wrong"), ("raise", "error"), ("fault", "fault"),
+    ("too-fast", "too-fast"), ("nan", "invalid"), ("negative", "invalid"),
+])
+def test_a_bad_candidate_is_recorded_and_never_chosen(rig, kind, status) -> None:
+    """It would be the fastest by far; it is a row, and the rest goes on."""
+    rig.sizes = "16,64"
+    rig.script["effects"].insert(0, {"match": BAD, "factor": 0.6})
+    rig.script["faults"] = [{"match": BAD, "kind": kind}]
+    rig.extra = ("--candidate-timeout", "1")
+    answer = rig.run(rig.fresh())
+    assert answer.code == 0, answer.err
+    bad = [t for t in rig.trials() if t["status"] != "ok"]
+    assert bad and {t["status"] for t in bad} == {status}
+    assert all(BAD.items() <= t["a"].items() for t in bad)
+    if status != "invalid":
+        # A crash is tried once more, in case something else killed the process; then it is not asked again.
+        assert len(bad) == (2 if status == "crash" else 1)
+        assert json.loads((rig.run_folder / "summary.json").read_text())["accounts"]["failed"] == {status: 1}
+    table, problems = check_file(rig.table)
+    assert not any(BAD.items() <= c.to_dict().items() for c in table.configs.values())
+    assert f"{status}: " in answer.err and [p for p in problems if p.severity == "error"] == []
+    if kind == "exit":
+        assert bad[0]["stderr"][-1] == "device lost"
+
+
+def test_a_candidate_that_is_wrong_only_at_one_size_is_gone_everywhere(rig) -> None:
+    rig.script["effects"].insert(0, {"match": BAD, "factor": 0.6})
+    rig.script["faults"] = [{"match": BAD, "tokens": 64, "kind": "wrong"}]
+    assert rig.run(rig.fresh()).code == 0
+    assert not any("m64" in name and "lag16" in name for _, name in rig.picks())
+
+
+def test_a_winner_that_fails_only_when_it_is_confirmed(rig) -> None:
+    rig.script["faults"] = [{"match": {"block_m": 32, "lag": 8}, "stage": "confirm", "kind": "crash"}]
+    assert rig.run(rig.fresh()).code == 0
+    assert not any("m32" in name and "lag8" in name for _, name in rig.picks())
+
+
+def test_a_gain_that_does_not_repeat_is_not_published(rig) -> None:
+    """Fast when searched, slow in a fresh process: only the latter counts."""
+    rig.sizes = "16,64"
+    rig.script["effects"] = [{"match": {"lag": 8, "block_m": 32}, "factor": 0.8, "stages": ["screen", "second", "final", "final-more"]},
+                             {"match": {"lag": 8, "block_m": 32}, "factor": 1.1, "stages": ["confirm", "confirm-more", "validate"]}]
+    answer = rig.run(rig.fresh())
+    assert answer.code == 0, answer.err
+    summary = json.loads((rig.run_folder / "summary.json").read_text())
+    assert {e["tokens"] for e in summary["not_confirmed"]} == {16, 64}
+    assert not any("m32" in name and "lag8" in name for _, name in rig.picks())
+
+
+def test_the_incumbents_own_failure_ends_the_run_and_says_so(rig) -> None:
+    rig.script["faults"] = [{"match": {}, "stage": "noise", "kind": "wrong"}]
+    answer = rig.run(rig.fresh())
+    assert answer.code == 1 and "the incumbent" in answer.err and "itself fails" in answer.err
+    assert len(rig.trials()) == 1
+
+
+def test_a_size_that_does_not_fit_is_left_out_and_said(rig) -> None:
+    rig.script["faults"] = [{"match": {}, "tokens": 256, "kind": "unfit"}]
+    answer = rig.run(rig.fresh())
+    assert answer.code == 0 and "256 tokens: not measured: cannot allocate" in answer.err
+    assert [t for t, _ in rig.picks() if t == 256] == []
+
+
+def test_a_device_that_is_gone_ends_the_run(rig) -> None:
+    rig.sizes = "16"
+    rig.script["faults"] = [{"match": {}, "stage": "screen", "kind": "exit"}, {"match": {}, "stage": "final", "kind": "exit"}]
+    answer = rig.run(rig.fresh())
+    assert answer.code == 3 and "4 crash in a row" in answer.err and "--resume" in answer.err
+    assert [t["status"] for t in rig.trials()] == ["ok"] + ["crash"] * 8, "four candidates, each tried twice"
+
+
+def test_failed_candidates_can_be_measured_again_on_request(rig) -> None:
+    rig.sizes = "16"
+    rig.script["faults"] = [{"match": BAD, "kind": "crash"}]
+    rig.run(rig.fresh())
+    rig.script["faults"] = []
+    rig.write()
+    before = len(rig.lines())
+    assert rig.run(rig.again()).code == 0 and len(rig.lines()) == before
+    assert rig.run(rig.again("--retry-failed")).code == 0 and len(rig.lines()) > before
+
+
+# -- what cannot be continued ----------------------------------------------------------------------
+
+
+def test_resume_refuses_what_would_mix_two_experiments(rig) -> None:
+    rig.sizes = "16"
+    rig.run(rig.fresh())
+    answer = rig.run(rig.again("--tokens", "8"))
+    assert answer.code == 2 and "leave out --tokens" in answer.err
+    plan = rig.run_folder / "plan.json"
+    data = json.loads(plan.read_text())
+    plan.write_text(json.dumps(data | {"digest": "sha256:0000"}))
+    answer = rig.run(rig.again())
+    assert answer.code == 2 and "kernel sources changed" in answer.err
+    plan.write_text("{")
+    assert rig.run(rig.again()).code == 2
+
+
+def test_resume_without_a_run(rig) -> None:
+    rig.write()
+    assert rig.run(rig.again()).code == 2
+    answer = rig.run(["tune", "--resume", "nothing", *rig.common()])
+    assert answer.code == 2 and "'nothing'" in answer.err
