@@ -119,7 +119,8 @@ def test_compute_sanitizer_memcheck(ranks: int, tmp_path: Path) -> None:
     file = tmp_path / "cases.jsonl"
     file.write_text("".join(json.dumps(c | {"timeout_s": 500}) + "\n" for c in cases))
     done = subprocess.run(
-        [tool, "--tool", "memcheck", "--error-exitcode", "99", "--target-processes", "all", sys.executable, "-m", "megamoe_cli.worker",
+        [tool, "--tool", "memcheck", "--report-api-errors", "no",  # cuda-bindings asks the driver for entry points it may lack
+         "--error-exitcode", "99", "--target-processes", "all", sys.executable, "-m", "megamoe_cli.worker",
          "--backend", "virtual", "--ranks", str(ranks), "--cases", str(file)], capture_output=True, text=True, timeout=800)  # fmt: skip
     text = done.stdout + done.stderr
     if "ERROR SUMMARY" not in text:
