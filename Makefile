@@ -1,5 +1,6 @@
 # make run    set up, then prove all five phases on 8 ranks (a GPU where there is one, else the emulator)
-# make test   set up, then the whole test suite
+# make test   set up, then `megamoe ci` (build; all phases on 1, 2 and 8 ranks), then the whole test suite
+# make ci     set up, then only `megamoe ci`
 # make build  set up, then compile every phase; registers and spills
 # make setup  only set up; cheap when nothing changed
 #
@@ -7,7 +8,8 @@
 # needed); else a virtual environment in $(VENV).
 #   make TORCH='torch==2.13.0'      the torch requirement to install (a CPU build is preferred where there is no GPU)
 #   make PIP_FLAGS='--no-cache-dir' more flags for pip
-#   make run ARGS='--tokens 8'      more arguments for the command
+#   make run ARGS='--tokens 8'      more arguments for the command (make test: for pytest)
+#   make ci CI_ARGS='--ranks 8'     more arguments for megamoe ci (make test too)
 
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -15,6 +17,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 PIP_FLAGS ?=
 ARGS ?=
+CI_ARGS ?=
 # pytest processes; more than 8 only fight over the disk
 WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n > 8 ? 8 : n)))
 
@@ -34,7 +37,7 @@ else
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-gpu build clean
+.PHONY: help setup run ci test test-gpu build clean
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
@@ -48,9 +51,14 @@ run: setup
 build: setup
 	$(PY) -m megamoe_cli build $(ARGS)
 
+ci: setup
+	$(PY) -m megamoe_cli ci $(CI_ARGS)
+
+# The suite runs even when ci failed, and last, so that its closing line is what one sees.
 # loadgroup keeps the gpu tests in one process: they share one device
 test: setup
-	$(PY) -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
+	@code=0; $(PY) -m megamoe_cli ci $(CI_ARGS) || { code=$$?; echo "megamoe ci failed (exit $$code); now the test suite"; }; \
+	$(PY) -m pytest -n $(WORKERS) --dist loadgroup $(ARGS) || code=$$?; exit $$code
 
 test-gpu: setup
 	$(PY) -m pytest -m gpu $(ARGS)

@@ -26,10 +26,13 @@ from .layout import BASE_VIEWS, EXTRA_VIEWS, TOKEN_ALIGNMENT, Layout, round_up
 from .session import Session, SessionResult
 from .shapes import Shape, check_activation, check_clamp, check_shape, check_tensor, dtype_name
 from .weights import LayerWeights, check_weights, layer_pair, transform_weights_for_mega_moe_sm90
-from .worlds import API_TIMEOUT_S, BufferRequest, Call, GroupWorld, LocalRank, LocalWorld, raise_pending_fault
+from .table_picks import TablePicks
+from .worlds import API_TIMEOUT_S, BufferRequest, Call, GroupWorld, LocalRank, LocalWorld, overlap, raise_pending_fault
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from .backends.base import Kernel
 
 __all__ = [
     "LaunchOptions", "LayerWeights", "LocalRank", "LocalWorld", "Session", "SessionResult", "SymmBuffer", "fp8_mega_moe",
@@ -65,13 +68,21 @@ def get_symm_buffer_for_sm90_mega_moe(
 ) -> SymmBuffer:  # fmt: skip
     """Allocates this rank's symmetric buffer, zeroed, and readies the kernel. Collective over the group.
 
-    ``num_max_tokens_per_rank`` (the same on all ranks) is rounded up to 128. ``config`` picks the kernel variant,
-    ``phase`` a partial build of it. UsageError for illegal sizes or configurations and where ranks disagree.
+    ``num_max_tokens_per_rank`` (the same on all ranks) is rounded up to 128. ``config`` picks the kernel variant; without
+    one the heuristic table of the running GPU does, for each call by its ``num_tokens_bound`` (else the capacity), and
+    every variant it may pick is built here (``MEGAMOE_TABLE``: auto, none, or a file; picks are logged to ``megamoe``).
+    ``phase``: a partial build. UsageError for illegal sizes or configurations and where ranks disagree.
     """
+    _check_group(group)
+    if config is not None and not isinstance(config, KernelConfig):
+        raise UsageError(f"config is a {type(config).__name__}; it must be a KernelConfig", rule="config-syntax")
     shape, capacity = _check_sizes(group.size(), num_experts, num_max_tokens_per_rank, num_topk, hidden,
                                    intermediate_hidden, use_fp8_dispatch, activation)  # fmt: skip
-    request = BufferRequest(shape, num_max_tokens_per_rank, capacity, config or KernelConfig(), check_phase(phase))
-    return SymmBuffer(group, request)
+    picks = TablePicks.of(_world_of(group).backend, shape, group.size(), capacity) if config is None else None
+    chosen = config or (picks.choice(capacity).config if picks else KernelConfig())
+    variants = tuple(c for c in picks.configs() if c != chosen) if picks else ()
+    request = BufferRequest(shape, num_max_tokens_per_rank, capacity, chosen, check_phase(phase), variants)
+    return SymmBuffer(group, request, picks)
 
 
 class SymmBuffer:
@@ -84,12 +95,21 @@ class SymmBuffer:
     [b*BLOCK_M, (b+1)*BLOCK_M) in the last launch) and ``token_src_metadata`` int32 [P,3] (source rank, token, slot).
     """
 
-    def __init__(self, group: ProcessGroup | LocalRank, request: BufferRequest) -> None:
-        self.group, self.request = group, request
+    def __init__(self, group: ProcessGroup | LocalRank, request: BufferRequest, picks: TablePicks | None = None) -> None:
+        self.group, self.request, self.picks = group, request, picks
         self.world = _world_of(group)
         self.rank = group.rank()
         self._buffer, self.kernel = self.world.allocate(self.rank, request)
+        self._kernels = {request.config: self.kernel, **self.world.load_variants(request)}
         self.layout = self._buffer.layout
+
+    def kernel_for(self, bound: int | None) -> tuple[Kernel, int | None]:
+        """(kernel, CTAs or None for as many as fit) of a call with this ``num_tokens_bound``. A dictionary lookup: nothing
+        is built, and ranks that agree on the bound agree on the kernel."""
+        if self.picks is None:
+            return self.kernel, None
+        choice = self.picks.choice(self.layout.capacity if bound is None else bound)
+        return self._kernels[choice.config], choice.ctas or None
 
     @property
     def buffer(self) -> torch.Tensor:
@@ -141,7 +161,8 @@ class SymmBuffer:
         raise_pending_fault(self._buffer.backend, self._buffer)
 
     def reset(self) -> None:
-        """Zeroes the buffer and forgets faults: needed after a LaunchFault, on every rank before any launches again.
+        """Zeroes the buffer and forgets faults: needed after any LaunchFault, on every rank before any launches again
+        (until then a call on the buffer raises the fault again).
 
         On a process group it is collective and waits for the device. UsageError while recorded calls wait to be run.
         """
@@ -169,32 +190,41 @@ def fp8_mega_moe(
         raise UsageError(f"y must be a bfloat16 tensor [n, {shape.hidden}]", rule="tensor-shape")
     tokens = y.shape[0]
     check_tensor("y", y.dtype, y.shape, (tokens, shape.hidden), y.stride())
+    _check_written("y", y, sym_buffer)
     if tokens > layout.capacity:
         raise UsageError(f"y has {tokens} tokens but the buffer's capacity is {layout.capacity}", rule="tokens-capacity")
     l1, l2 = layer_pair("l1_weights", l1_weights), layer_pair("l2_weights", l2_weights)
     check_weights(l1, l2, layout.local_experts, shape.hidden, shape.intermediate)
     stats = cumulative_local_expert_recv_stats
     if stats is not None:
+        if not isinstance(stats, torch.Tensor):
+            raise UsageError(f"cumulative_local_expert_recv_stats is a {type(stats).__name__}; it must be an int32 tensor "
+                             f"[{layout.local_experts}] or None", rule="tensor-shape")  # fmt: skip
+        _check_written("cumulative_local_expert_recv_stats", stats, sym_buffer)
         check_tensor("cumulative_local_expert_recv_stats", stats.dtype, stats.shape, (layout.local_experts,), stats.stride())
     _check_recipe(recipe)
     _check_activation(activation)
     check_clamp(activation_clamp)
+    if not isinstance(fast_math, bool):
+        raise UsageError(f"fast_math must be True or False, got {type(fast_math).__name__} {fast_math!r}", rule="fast-math")
+    if num_tokens_bound is not None:
+        _check_integer("num_tokens_bound", num_tokens_bound)
     if num_tokens_bound is not None and not tokens <= num_tokens_bound <= layout.capacity:
         raise UsageError(f"num_tokens_bound={num_tokens_bound} is outside {tokens} (tokens of this rank) .. {layout.capacity} "
                          f"(capacity)", rule="tokens-capacity")  # fmt: skip
     timeout_s = getattr(sym_buffer.world, "timeout_s", API_TIMEOUT_S)
+    kernel, ctas = sym_buffer.kernel_for(num_tokens_bound)
     options = LaunchOptions(
-        clamp=activation_clamp, fast_math=bool(fast_math), timeout_ns=round(timeout_s * 1e9), num_tokens_bound=num_tokens_bound,
+        clamp=None if activation_clamp is None else float(activation_clamp), fast_math=fast_math, timeout_ns=round(timeout_s * 1e9), ctas=ctas, num_tokens_bound=num_tokens_bound,
     )  # fmt: skip
-    sym_buffer.world.submit(sym_buffer.rank_buffer, sym_buffer.kernel, Call(y, l1, l2, stats, options))
+    sym_buffer.world.submit(sym_buffer.rank_buffer, kernel, Call(y, l1, l2, stats, options))
 
 
 def _check_sizes(ranks: int, experts: int, max_tokens: int, topk: int, hidden: int, intermediate: int,
                  use_fp8_dispatch: bool, activation: str) -> tuple[Shape, int]:  # fmt: skip
     for name, value in (("num_ranks", ranks), ("num_experts", experts), ("num_max_tokens_per_rank", max_tokens),
                         ("num_topk", topk), ("hidden", hidden), ("intermediate_hidden", intermediate)):  # fmt: skip
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise UsageError(f"{name} must be an integer, got {type(value).__name__} {value!r}", rule="integer")
+        _check_integer(name, value)
     shape = Shape(hidden, intermediate, experts, topk)
     check_shape(shape, ranks)
     if max_tokens < 1:
@@ -203,6 +233,27 @@ def _check_sizes(ranks: int, experts: int, max_tokens: int, topk: int, hidden: i
         raise UsageError("use_fp8_dispatch=False: this kernel dispatches e4m3 activations only", rule="weight-format")
     _check_activation(activation)
     return shape, round_up(max_tokens, TOKEN_ALIGNMENT)
+
+
+def _check_integer(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise UsageError(f"{name} must be an integer, got {type(value).__name__} {value!r}", rule="integer")
+
+
+def _check_group(group: object) -> None:
+    if not callable(getattr(group, "rank", None)) or not callable(getattr(group, "size", None)):
+        raise UsageError(f"group is a {type(group).__name__}; it must be a torch.distributed process group or a rank of a "
+                         f"LocalWorld, such as world[0]", rule="process-group")  # fmt: skip
+
+
+def _check_written(name: str, tensor: torch.Tensor, buf: SymmBuffer) -> None:
+    """What a launch writes lies beside the buffer, not in it, and belongs to no gradient graph."""
+    if tensor.device != buf.buffer.device:
+        raise UsageError(f"{name} is on {tensor.device}; it must be on {buf.buffer.device}, as the buffer", rule="device")
+    if tensor.requires_grad:
+        raise UsageError(f"{name} requires a gradient; the layer has no backward pass and writes {name} in place", rule="no-grad")
+    if overlap(tensor, buf.buffer):
+        raise UsageError(f"{name} lies in the symmetric buffer, which the launch itself uses", rule="overlap")
 
 
 def _check_activation(activation: object) -> None:

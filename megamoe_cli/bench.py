@@ -89,16 +89,17 @@ class Bench:
     def close(self) -> None:
         self.backend.close()
 
-    def measure(self, tokens: int, config: KernelConfig, *, samples: int = 12, warmup: int = 3, in_a_row: int = 10,
+    def measure(self, tokens: int, config: KernelConfig, *, samples: int = 12, warmup: int = 3, in_a_row: int = 10, ctas: int | None = None,
                 say: Callable[[str], None] = lambda text: None) -> Row:  # fmt: skip
-        """One row of the table. UsageError for an illegal configuration, WrongResult when the check fails."""
+        """One row of the table. ``ctas``: of the grid, None for as many as fit. UsageError for an illegal configuration, WrongResult when the check fails."""
+        from .buffers import LaunchOptions
         from .inputs import make_case
         from .oracle import gpu_reference
         from .oracle.compare import Report, end_to_end_limits
         from .session import Session
 
         problem = Problem.make(self.shape, 1, tokens)
-        session = Session(self.backend, problem, config, "combine", poison=False)
+        session = Session(self.backend, problem, config, "combine", poison=False, options=LaunchOptions(ctas=ctas))
         session.set_weights(0, self.weights)
         total = warmup + samples
         cases = [make_case(problem, "uniform", self.seed, launch=n, device="cuda", weights=[self.weights]) for n in range(total)]

@@ -12,33 +12,17 @@ from . import cases as catalogue
 from . import config as kernel_config
 from . import inputs, phases, skew
 from .buffers import LaunchOptions
+from .case_options import parse_mix, split_options
 from .config import KernelConfig
 from .errors import UsageError
 from .oracle.casedata import CaseData
 from .plan_values import uneven_counts
 from .routing import derive_seed
-from .shapes import Problem, Shape, check_clamp, check_problem, nearest_name
+from .shapes import Problem, Shape, check_clamp, check_problem
 
 BIG_WEIGHTS = 256 << 20  # bytes of all ranks' weights from which inputs are made on the GPU and rows are sampled
 SAMPLED_ROWS = 96  # per rank, for the float64 reference of a big case
 CHEAP_REFERENCE = 4e9  # multiply-adds up to which the FP32 reference of every row also runs on the CPU
-
-# What a case's ``options`` may say to the harness; everything else goes to the backend, which refuses what it
-# does not know.
-HARNESS_OPTIONS: dict[str, tuple[type, ...]] = {
-    "wait_s": (int, float),  # bound of every device-side wait, seconds
-    "launch_ctas": (int,),  # CTAs of a launch, at most what the backend allows
-    "sample_rows": (int,),  # rows per rank the float64 reference recomputes; 0 = all
-    "full_reference": (bool,),  # FP32 reference of every row (phase combine)
-    "snapshot": (str,),  # "last" or "all": launches whose buffer views are checked too
-    "raw": (bool,),  # raw L1 accumulators (phase l1)
-    "inputs": (str,),  # "cpu" or "device": where random inputs are made (they differ)
-    "skew": (str,),  # emulator: ranks that start late, are slow or die (skew.py)
-    "mix": (str,),  # other configurations for later launches: KEY=VAL+KEY=VAL;... in turn after the case's own
-    "vary_tokens": (bool,),  # each launch has token counts of its own, zero on some ranks
-    "replay": (int,),  # the whole sequence of launches runs so many times, as a captured graph would
-    "save": (str,),  # folder for the outputs of the last launch, for comparing backends
-}
 
 
 @dataclass
@@ -61,7 +45,8 @@ class Plan:
 
     def launch_options(self, data: CaseData) -> LaunchOptions:
         return LaunchOptions(clamp=data.clamp, fast_math=data.fast_math, ctas=self.options.get("launch_ctas"),
-                             timeout_ns=int(float(self.options.get("wait_s", 5.0)) * 1e9))
+                             timeout_ns=int(float(self.options.get("wait_s", 5.0)) * 1e9),
+                             num_tokens_bound=self.options.get("tokens_bound"))  # fmt: skip
 
     @property
     def replays(self) -> int:
@@ -123,27 +108,6 @@ def read_case(case: Mapping[str, Any], *, device: str, slow: bool, default_timeo
                 str(case.get("repro", "")), big, named)  # fmt: skip
 
 
-def split_options(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(options of the harness, options of the backend). UsageError for a harness option of the wrong type."""
-    mine, rest = {}, {}
-    for key, value in given.items():
-        if key not in HARNESS_OPTIONS:
-            rest[key] = value
-            continue
-        kinds = HARNESS_OPTIONS[key]
-        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-            raise UsageError(f"option {key}={value!r} must be {' or '.join(k.__name__ for k in kinds)}", rule="option")
-        mine[key] = value
-    for key, allowed in (("snapshot", ("last", "all")), ("inputs", ("cpu", "device"))):
-        if key in mine and mine[key] not in allowed:
-            raise UsageError(f"option {key}={mine[key]!r}; nearest: {nearest_name(mine[key], allowed)} "
-                             f"(one of {', '.join(allowed)})", rule="option")  # fmt: skip
-    for key in ("wait_s", "launch_ctas", "replay"):
-        if key in mine and not mine[key] > 0:
-            raise UsageError(f"option {key}={mine[key]!r} must be positive", rule="option")
-    return mine, rest
-
-
 def weight_bytes(problem: Problem) -> int:
     s = problem.shape
     return 3 * s.experts * s.hidden * s.intermediate
@@ -189,11 +153,6 @@ def varied(problem: Problem, seed: int, launch: int) -> Problem:
     if problem.ranks == 2 and launch % 2:
         counts = (counts[0], 0) if launch % 4 == 1 else (0, counts[1])
     return replace(problem, tokens=counts)
-
-
-def parse_mix(text: str, base: KernelConfig) -> list[KernelConfig]:
-    """``block_m=64+frontend=standard;block_m=32`` to configurations on top of ``base``."""
-    return [KernelConfig.parse(part.replace("+", ","), base) for part in text.split(";") if part.strip()]
 
 
 def _kept_ranks(problem: Problem, device: str) -> int:

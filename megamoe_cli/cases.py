@@ -8,6 +8,7 @@ Loading is cheap (no torch); building imports torch.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -164,8 +165,19 @@ def load_case(name: str, path: Path | str | None = None) -> NamedCase:
     """One case by id; UsageError with the nearest id."""
     cases = {case.id: case for case in load_cases(path)}
     if name not in cases:
-        raise UsageError(f"unknown case '{name}'; nearest id: {nearest_name(name, cases)}", rule="case-name")
+        raise UsageError(f"unknown case '{name}'; nearest id: {nearest_id(name, list(cases))}", rule="case-name")
     return cases[name]
+
+
+def nearest_id(name: str, ids: Sequence[str]) -> str:
+    """For a letter and a number the id with that letter whose number is nearest (the lower of two), else by likeness."""
+    asked = re.fullmatch(r"([a-z]+)[-_ ]?0*(\d+)", name.strip().lower())
+    if asked is not None:
+        numbered = [(int(found[2]), each) for each in ids
+                    if (found := re.fullmatch(r"([a-z]+)(\d+)", each.lower())) and found[1] == asked[1]]
+        if numbered:
+            return min(numbered, key=lambda pair: (abs(pair[0] - int(asked[2])), pair[0]))[1]
+    return nearest_name(name, ids)
 
 
 def _plan(entry: dict[str, Any]) -> None:

@@ -145,26 +145,27 @@ class Step:
         if "rows" in self.document:
             slower = [j for j in self.document["gate"] if j["verdict"] == "slower"]
             return f"{len(self.document['rows'])} rows, {len(slower)} slower" + (f" on {self.document['where']}" if self.document["where"] else "")
-        return self.document.get("error") or self.reason or (self.tail[-1] if self.tail else describe_exit(self.exit_code))
+        return self.document.get("error") or self.reason or ("done" if self.passed else self.tail[-1] if self.tail else describe_exit(self.exit_code))
 
     def to_dict(self) -> dict[str, Any]:
         return {"name": self.name, "command": ["megamoe", *self.words], "exit_code": self.exit_code, "seconds": round(self.seconds, 3),
                 "text": self.text(), "run": self.document.get("id")}
 
 
-def run(plan: Plan, results_dir: Path, say: Callable[[str], None] = lambda text: None) -> list[Step]:
-    """All steps in order; with ``exitfirst`` none after one that failed. Their own records go into ``results_dir``."""
+def run(plan: Plan, results_dir: Path, say: Callable[[str], None] = lambda text: None, echo: bool = True) -> list[Step]:
+    """All steps in order; with ``exitfirst`` none after one that failed. Their own records go into ``results_dir``;
+    with ``echo`` their messages are ours."""
     steps = plan.steps()
     for step in steps:
         say(f"ci: {step.name}")
-        _run(step, plan, results_dir)
+        _run(step, plan, results_dir, echo)
         say(f"ci: {step.name}: {'pass' if step.passed else f'exit {step.exit_code}'}, {step.text()}, {step.seconds:.1f} s")
         if step.exit_code in (ExitCode.INTERRUPTED, ExitCode.TERMINATED) or plan.exitfirst and not step.passed:
             break
     return steps
 
 
-def _run(step: Step, plan: Plan, results_dir: Path) -> None:
+def _run(step: Step, plan: Plan, results_dir: Path, echo: bool) -> None:
     """In a process tree of its own. Progress goes to our stderr as it comes; the document is read from a file."""
     root = paths.checkout_root()
     env = dict(os.environ, PYTHONUNBUFFERED="1", MEGAMOE_RESULTS_DIR=str(results_dir.absolute()))
@@ -178,7 +179,7 @@ def _run(step: Step, plan: Plan, results_dir: Path) -> None:
             tree = Tree([sys.executable, "-m", "megamoe_cli", *words], env=env, stdout=out, stderr=err)
             code: int | None = None
             try:
-                shown = _wait(tree, plan.step_timeout_s, err.name)
+                shown = _wait(tree, plan.step_timeout_s, err.name, echo)
                 if not shown:
                     step.reason = f"not done after {plan.step_timeout_s:g} s"
             finally:
@@ -194,14 +195,15 @@ def _run(step: Step, plan: Plan, results_dir: Path) -> None:
             step.junit = junit.read_text(encoding="utf-8")
 
 
-def _wait(tree: Tree, seconds: float, stderr: str) -> bool:
+def _wait(tree: Tree, seconds: float, stderr: str, echo: bool) -> bool:
     """Copies the step's messages to ours until it ends (True) or its time is up."""
     deadline, ended = time.monotonic() + seconds, False
     with open(stderr, encoding="utf-8", errors="replace") as messages:
         while not ended and time.monotonic() < deadline:
             ended = tree.wait(0.2)
-            sys.stderr.write(messages.read())
-            sys.stderr.flush()
+            if echo and (text := messages.read()):
+                sys.stderr.write(text)
+                sys.stderr.flush()
     return ended
 
 

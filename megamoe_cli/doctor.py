@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
@@ -60,11 +61,23 @@ class Diagnosis:
 def diagnose(report: Callable[[Finding], None] = lambda finding: None) -> Diagnosis:
     """Runs all probes; ``report`` sees each finding as it comes (some take seconds)."""
     found: dict[str, Finding] = {}
+    with tempfile.TemporaryDirectory(prefix="megamoe-doctor-") as scratch:
+        # CuPy makes its cache folder on import: where ours cannot be written, that is the cache's fault and not CuPy's.
+        chosen = os.environ.get("CUPY_CACHE_DIR")
+        os.environ["CUPY_CACHE_DIR"] = chosen or scratch
+        try:
+            _probe_all(found, report)
+        finally:
+            if not chosen:
+                del os.environ["CUPY_CACHE_DIR"]
+    return conclude(list(found.values()))
+
+
+def _probe_all(found: dict[str, Finding], report: Callable[[Finding], None]) -> None:
     for probe in (_python, _host, _sources, _cache, _torch, _host_compiler, _nvrtc, _headers, _cupy, _gpu, _nvml):
         finding = probe()
         found[finding.name] = finding
         report(finding)
-    return conclude(list(found.values()))
 
 
 def conclude(findings: list[Finding]) -> Diagnosis:
@@ -127,11 +140,12 @@ def _cache() -> Finding:
     counts = cache.statistics()
     text = (f"{cache.root}: {counts['entries']} builds, {counts['bytes'] / 2**20:.1f} MiB, "
             f"{counts['hits']} hits, {counts['misses']} misses")
-    folder = cache.root
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    if not os.access(folder, os.W_OK | os.X_OK):
-        return Finding("build cache", "missing", f"{text}; {folder} cannot be written",
+    try:  # really: permission bits say nothing about read-only and special file systems
+        cache.root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=cache.root):
+            pass
+    except OSError as error:
+        return Finding("build cache", "missing", f"{text}; it cannot be written: {error.strerror}",
                        "export MEGAMOE_CACHE_DIR=/a/folder/you/may/write", counts)
     return Finding("build cache", "ok", text, facts=counts)
 

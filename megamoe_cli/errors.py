@@ -23,6 +23,9 @@ class ExitCode(IntEnum):
     TERMINATED = 143
 
 
+CACHE_HINT = "set MEGAMOE_CACHE_DIR to a folder you may write to"
+
+
 class MegamoeError(Exception):
     """Base class: one readable line, one exit code, optionally what to do next."""
 

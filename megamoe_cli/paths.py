@@ -12,6 +12,8 @@ import shutil
 import sys
 from pathlib import Path
 
+from megamoe_cli.errors import CACHE_HINT, EnvironmentUnfit
+
 PACKAGE = Path(__file__).resolve().parent
 SOURCE_SUFFIXES = (".cuh", ".cu", ".h", ".hpp", ".cpp")
 
@@ -23,7 +25,12 @@ def checkout_root() -> Path | None:
 
 
 def kernels_dir() -> Path:
-    """The folder that holds ``sm90_fp8_mega_moe.cuh`` and its layers; FileNotFoundError when it is missing."""
+    """The folder that holds ``sm90_fp8_mega_moe.cuh`` and its layers; FileNotFoundError when it is missing.
+    ``MEGAMOE_KERNELS_DIR`` names another copy (the mutation campaign builds one)."""
+    if given := os.environ.get("MEGAMOE_KERNELS_DIR"):
+        if not Path(given, "sm90_fp8_mega_moe.cuh").is_file():
+            raise FileNotFoundError(f"MEGAMOE_KERNELS_DIR={given} holds no kernel sources")
+        return Path(given)
     root = checkout_root()
     folder = root / "kernels" if root else PACKAGE / "_kernels"
     if not folder.is_dir():
@@ -71,6 +78,21 @@ def cache_dir() -> Path:
     except ImportError:
         return _xdg("XDG_CACHE_HOME", ".cache")
     return Path(platformdirs.user_cache_dir("megamoe", appauthor=False))
+
+
+def make_dir(folder: Path) -> Path:
+    """Creates a folder of the user's cache; EnvironmentUnfit with what to do when that is impossible."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise EnvironmentUnfit(f"{folder} cannot be made: {error.strerror}", CACHE_HINT) from None
+    return folder
+
+
+def cupy_env() -> dict[str, str]:
+    """For processes that import CuPy: it makes its cache folder on import, and where the home folder is read-only it
+    cannot be imported at all. Ours is a place that is known to be writable, and nothing here uses CuPy's kernels."""
+    return {} if os.environ.get("CUPY_CACHE_DIR") else {"CUPY_CACHE_DIR": str(cache_dir() / "cupy")}
 
 
 def user_config_file() -> Path:

@@ -296,7 +296,7 @@ def _in_words(item: Mapping[str, Any]) -> str:
 def _survivors(result: CaseResult, plan: Plan, dead: list[int], run: RunResult) -> None:
     """A rank was told to die, and others waited for it: what must be true is that they all ended, each by a fault
     record or by finishing its work, and nothing else went wrong."""
-    others = [d for d in run.diagnostics if d["kind"] not in skew.DEATH]
+    others = [d for d in run.diagnostics if d["kind"] not in skew.AFTER_DEATH]
     missed = any(d["kind"] == "waits-for-dead" for d in run.diagnostics)
     late = skew.too_late(run.faults, plan.launch_options(plan.datas[0]).timeout_ns)
     ended = sorted(set(run.faults) - set(dead))

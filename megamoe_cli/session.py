@@ -36,6 +36,10 @@ _POISONED = ("recv_count_sum", "metadata", "l1_acts", "l1_acts_sf", "l1_topk_wei
 SNAPSHOT_VIEWS = VIEWS + ("combine",)
 WORKSPACE = ("control", "count_flag", "done_flag", "recv_count", "recv_list", "send_count", "l1_arrival", "l2_arrival")
 
+# What peers write as soon as their own next launch begins, while this rank may still be busy with what follows the
+# last: it can be looked at after the last launch only.
+WRITTEN_AHEAD = ("count_flag", "recv_count", "recv_list")
+
 
 class NaturalWeights(Protocol):
     """A rank's experts in natural layout (see DESIGN of the numerics): w13, w13_sf, w2, w2_sf."""
@@ -74,7 +78,8 @@ class SessionResult:
 
     ``launches[n][rank]`` maps names to tensors: always ``y`` [C,H] bf16, ``stub_report``, ``l1_raw``, ``stats`` (None
     where the run has none), ``tokens`` (int) and ``fault`` (FaultRecord or None; of the whole run); with a snapshot also
-    every view, ``combine`` [K,C,H] and ``workspace`` (raw counters and flags by region, both banks). Ranks driven by
+    every view, ``combine`` [K,C,H] and ``workspace`` (raw counters and flags by region, both banks; those of
+    WRITTEN_AHEAD after the last launch only). Ranks driven by
     other processes are None.
     """
 
@@ -261,7 +266,7 @@ class Session:
         if live:
             return {name: buffer.region(name) for name in regions}
         kept = {}
-        for name in regions:
+        for name in [name for name in regions if name not in WRITTEN_AHEAD]:
             source = buffer.region(name)
             kept[name] = self.backend.alloc(rank, source.numel(), symmetric=False, name=f"snapshot:{name}")
             program.copy(rank, kept[name], source)
@@ -281,7 +286,7 @@ class Session:
         for name in SNAPSHOT_VIEWS:
             spec = self.layout.view(name)
             out[name] = typed(raw[self.layout.region_of(name)], _rebased(spec), last_bank(epoch))
-        out["workspace"] = {name: raw[name].view(torch.int32) for name in WORKSPACE}
+        out["workspace"] = {name: raw[name].view(torch.int32) for name in WORKSPACE if name in raw}
         out["epoch"] = epoch
         return out
 

@@ -11,6 +11,7 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 from .errors import UsageError
 
@@ -124,13 +125,16 @@ def parse_shape(text: str) -> Shape:
     key = text.strip().lower()
     if key in NAMED_SHAPES:
         return NAMED_SHAPES[key]
-    if re.fullmatch(r"\d+(x\d+)*", key):
+    if re.fullmatch(r"-?\d+(x-?\d+)*", key):
         numbers = [int(part) for part in key.split("x")]
         if len(numbers) != 4:
             raise UsageError(
                 f"shape '{text}' has {len(numbers)} numbers; HxIxExK needs 4 (hidden, intermediate, experts, topk)",
                 rule="shape-name",
             )
+        for name, value in zip(("hidden", "intermediate", "experts", "topk"), numbers):
+            if value < 0:
+                raise UsageError(f"shape '{text}': {name}={value} is negative; HxIxExK needs positive numbers", rule="shape-name")
         return Shape(*numbers)
     raise UsageError(
         f"unknown shape '{text}'; nearest name: {nearest_name(key, NAMED_SHAPES)} "
@@ -289,5 +293,7 @@ def check_activation(name: str) -> None:
 
 def check_clamp(clamp: float | None) -> None:
     """``None`` means no clamp; NaN, infinities and negative limits are refused."""
+    if clamp is not None and (isinstance(clamp, bool) or not isinstance(clamp, Real)):
+        raise UsageError(f"activation clamp {clamp!r} is a {type(clamp).__name__}; it must be a number or None", rule="clamp")
     if clamp is not None and not 0 <= clamp < float("inf"):
         raise UsageError(f"activation clamp {clamp} is not a finite number >= 0", rule="clamp")

@@ -85,6 +85,8 @@ def dead_ranks(options: Mapping[str, Any]) -> list[int]:
 
 # The emulator's findings that a death entails: that it happened, and who then waited for the dead rank.
 DEATH = ("rank-stopped", "waits-for-dead")
+# After a fault every wait of the launch returns at once: the survivors run to their end in no order, on garbage.
+AFTER_DEATH = (*DEATH, "race", "uninit")
 # A soft wait gives up at its limit; a CTA's own pipeline allows for eight of those, one after another. The emulated
 # clock jumps in steps that double, so a wait may be seen to last twice as long.
 LONGEST_WAIT = 2 * 8

@@ -22,6 +22,8 @@ from .processes import describe_exit
 from .protocol import CaseResult
 from .worker_slot import Slot, prune
 
+HOST_LIMIT_S = 600.0  # least limit of a stage that is only this program's own work on the host
+HOST_STAGES = ("inputs", "check")
 TICK_S = 0.2  # how late a death without end-of-file (a grandchild holds the pipe) may be seen
 
 
@@ -50,6 +52,8 @@ def run_cases(
     on_stage: Callable[[str, str], None] | None = None,
     build_timeout_s: float = 600.0,
     start_timeout_s: float = 180.0,
+    host_timeout_s: float = HOST_LIMIT_S,
+    on_interrupt: Callable[[str], None] | None = None,
     worker_command: Sequence[str] | None = None,
     worker_args: Sequence[str] = (),
     log_dir: Path | None = None,
@@ -58,8 +62,10 @@ def run_cases(
     """Runs every case in a worker and hands each result over as it comes.
 
     ``timeout_s`` bounds one case (a case's own ``timeout_s`` wins); time spent compiling is bounded by
-    ``build_timeout_s`` instead. ``jobs`` workers run side by side. ``on_stage(case id, stage)`` is progress.
-    Ctrl-C once: no further case starts, running ones finish; twice, or SIGTERM: killed at once.
+    ``build_timeout_s``, making inputs and judging outputs by ``host_timeout_s`` (or ``timeout_s`` if that is more).
+    ``jobs`` workers run side by side. ``on_stage(case id, stage)`` is progress.
+    Ctrl-C once: ``on_interrupt`` is told what happens now (default: stderr is), no further case starts, running ones
+    finish; twice, or SIGTERM: killed at once.
     Raises UsageError, EnvironmentUnfit or BuildFailed when the worker says that no case can run.
     """
     loop = _Loop(
@@ -67,6 +73,7 @@ def run_cases(
         command=list(worker_command or default_command(backend, ranks)) + list(worker_args),
         timeout_s=timeout_s, build_timeout_s=build_timeout_s, start_timeout_s=start_timeout_s,
         on_result=on_result or (lambda _: None), on_stage=on_stage or (lambda *_: None),
+        host_timeout_s=host_timeout_s, on_interrupt=on_interrupt or _say_interrupted,
         jobs=max(1, min(jobs, len(cases))), log_dir=log_dir or paths.cache_dir() / "logs", env=env, backend=backend,
     )
     return loop.run()
@@ -78,22 +85,27 @@ def default_command(backend: str, ranks: int) -> list[str]:
 
 class _Loop:
     def __init__(self, cases: list[dict], *, command: list[str], timeout_s: float, build_timeout_s: float,
-                 start_timeout_s: float, on_result: Callable, on_stage: Callable, jobs: int, log_dir: Path,
-                 env: Mapping[str, str] | None, backend: str) -> None:
+                 start_timeout_s: float, host_timeout_s: float, on_result: Callable, on_stage: Callable,
+                 on_interrupt: Callable[[str], None], jobs: int, log_dir: Path, env: Mapping[str, str] | None, backend: str) -> None:
         self.todo = deque(enumerate(cases))
         self.command, self.backend = command, backend
         self.timeout_s, self.build_timeout_s, self.start_timeout_s = timeout_s, build_timeout_s, start_timeout_s
-        self.on_result, self.on_stage = on_result, on_stage
+        self.host_timeout_s = host_timeout_s
+        self.on_result, self.on_stage, self.on_interrupt = on_result, on_stage, on_interrupt
         self.done: dict[int, CaseResult] = {}
         self.position: dict[int, int] = {}  # slot index -> index of its case
         self.env = worker_env(env, jobs)
         self.selector = selectors.DefaultSelector()
-        log_dir.mkdir(parents=True, exist_ok=True)
+        paths.make_dir(log_dir)
         prune(log_dir)
         stamp = f"worker-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{id(self) & 0xFFFF:04x}"
-        self.slots = [Slot(i, log_dir / f"{stamp}-{i}.log") for i in range(jobs)]
+        try:
+            self.slots = [Slot(i, log_dir / f"{stamp}-{i}.log") for i in range(jobs)]
+        except OSError as error:
+            raise errors.EnvironmentUnfit(f"{log_dir} cannot be written: {error.strerror}", errors.CACHE_HINT) from None
         self.stop = 0  # signals seen: 1 = no new case, 2 = kill
         self.signal: int | None = None
+        self.told = False  # about the first Ctrl-C
 
     # -- the loop ------------------------------------------------------------------------------
 
@@ -101,6 +113,9 @@ class _Loop:
         old = self._install_signals()
         try:
             while True:
+                if self.stop == 1 and not self.told and self._busy():
+                    self.told = True
+                    self.on_interrupt("interrupted: finishing running cases; Ctrl-C again to stop at once")
                 if self.stop >= 2 or (not self._feed() and not self._busy()):
                     break
                 for key, events in self.selector.select(self._nap()):
@@ -214,9 +229,10 @@ class _Loop:
             slot.note(line)
 
     def _stage(self, slot: Slot, stage: str) -> None:
-        compiling = stage == "compile"
-        if compiling != (slot.stage == "compile"):
-            self._limit(slot, self.build_timeout_s if compiling else self._case_limit(slot))
+        kind = _limit_of(stage)
+        if kind != _limit_of(slot.stage):
+            limit = self._case_limit(slot)
+            self._limit(slot, {"build": self.build_timeout_s, "host": max(limit, self.host_timeout_s)}.get(kind, limit))
         slot.stage = stage
         self.on_stage(str(slot.case["id"]), stage)
 
@@ -260,6 +276,10 @@ class _Loop:
             slot.end()
         else:
             slot.dump_stacks()
+            if slot.stage in HOST_STAGES:  # nothing of the kernel's runs then
+                self._abandon(slot, "error", f"the host is not done within {slot.limit:g} s{_during(slot)}; the kernel is not "
+                              f"to blame: raise --timeout above {slot.limit:g}, or take a smaller case")
+                return
             self._abandon(slot, "hang", f"no answer within {slot.limit:g} s{_during(slot)}")
 
     def _abandon(self, slot: Slot, status: str, message: str) -> None:
@@ -275,7 +295,7 @@ class _Loop:
             id=str(slot.case.get("id")), status=status, where=slot.where or self.backend, message=message,
             seconds=time.monotonic() - slot.started, stderr=slot.tail(),
             repro=str(slot.case.get("repro", "")),
-            exit_code=int(errors.ExitCode.TIMEOUT if status == "hang" else errors.ExitCode.NO),
+            exit_code=int(errors.ExitCode.NO if status == "crash" else errors.ExitCode.TIMEOUT),
         )
 
     def _deliver(self, slot: Slot, result: CaseResult) -> None:
@@ -316,12 +336,21 @@ class _Loop:
             signal.signal(number, handler)
 
 
+def _limit_of(stage: str) -> str:
+    """Which clock a stage runs against: the build's, the host's or the case's own."""
+    return "build" if stage == "compile" else "host" if stage in HOST_STAGES else "case"
+
+
+def _say_interrupted(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
 def _during(slot: Slot) -> str:
     return f" during {slot.stage}" if slot.stage else ""
 
 
 def worker_env(given: Mapping[str, str] | None, jobs: int) -> dict[str, str]:
-    env = dict(os.environ)
+    env = dict(os.environ) | paths.cupy_env()
     if jobs > 1:  # torch takes every core by default; side by side the workers would only switch
         env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // jobs)))
     env.update(given or {})

@@ -9,11 +9,11 @@ from __future__ import annotations
 import ast
 import fnmatch
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megamoe_cli import config as kernel_config
 from megamoe_cli import sanitize
@@ -27,6 +27,9 @@ from megamoe_cli.plan_values import (
 from megamoe_cli.shapes import (
     MAX_RANKS, Problem, Shape, check_capacities, check_problem, check_shape, default_capacity, parse_shape,
 )
+
+if TYPE_CHECKING:
+    from megamoe_cli.tuning.schema import Choice
 
 # Launches in a row when --repeat is not given. Three wherever there is data: counters live in two banks by launch
 # parity, so only the third launch meets a bank that was used and cleared.
@@ -115,6 +118,8 @@ class Request:
     backend: str = "auto"
     timeout_s: float = 120.0
     options: dict[str, Any] = field(default_factory=dict)
+    # What a heuristic table picks for a problem, where the configuration is not given; None: the built-in default.
+    pick: Callable[[Problem], Choice | None] | None = None
 
 
 def changed(config: KernelConfig) -> dict[str, Any]:
@@ -184,7 +189,7 @@ def expand(request: Request) -> list[Case]:
                             for routing in recipes:
                                 if routing_fits(routing, problem, everything):
                                     for clamp in limits:
-                                        case = _case(request, phase, problem, config, routing, clamp, seed)
+                                        case = _case(*_picked(request, problem, config), phase, problem, routing, clamp, seed)
                                         cases[case.id] = case
     return list(cases.values())
 
@@ -197,6 +202,15 @@ def _configs(request: Request) -> list[KernelConfig]:
     if "block_m" in given:
         raise UsageError("block_m is given twice: by --block-m and by --config", rule="config-syntax")
     return [KernelConfig.parse(f"block_m={value}", base) for value in integers(request.block_m, "--block-m")]
+
+
+def _picked(request: Request, problem: Problem, config: KernelConfig) -> tuple[Request, KernelConfig]:
+    """The configuration as it was given; else the table's pick, whose grid becomes a launch option."""
+    choice = request.pick(problem) if request.pick is not None and not request.block_m and not any(request.config) else None
+    if choice is None:
+        return request, config
+    kernel_config.require(choice.config, problem.shape, problem.ranks)
+    return replace(request, options={**request.options, "launch_ctas": choice.ctas}) if choice.ctas else request, choice.config
 
 
 def _problems(request: Request, shape: Shape, ranks: int, seed: int) -> list[Problem]:
@@ -225,7 +239,7 @@ def _problems(request: Request, shape: Shape, ranks: int, seed: int) -> list[Pro
     return problems
 
 
-def _case(request: Request, phase: str, problem: Problem, config: KernelConfig, routing: str, clamp: float | None,
+def _case(request: Request, config: KernelConfig, phase: str, problem: Problem, routing: str, clamp: float | None,
           seed: int) -> Case:
     launches = request.repeat if request.repeat is not None else FEWER_LAUNCHES.get(phase, LAUNCHES)
     case = Case("", phase, problem, routing, clamp, seed, config, launches, request.backend, request.timeout_s, dict(request.options))

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,6 +37,7 @@ class BufferRequest:
     capacity: int  # the same, rounded up
     config: KernelConfig
     phase: str
+    variants: tuple[KernelConfig, ...] = ()  # what a heuristic table may pick for other loads; loaded with the buffer
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def check_same_requests(requests: Sequence[BufferRequest]) -> None:
     """UsageError naming the first difference between what ranks 0.. asked for."""
     check_capacities([request.requested for request in requests])
     for rank, request in enumerate(requests):
-        for what in ("shape", "phase", "config"):
+        for what in ("shape", "phase", "config", "variants"):
             mine, first = getattr(request, what), getattr(requests[0], what)
             if mine != first:
                 raise UsageError(f"symmetric buffers differ between ranks: {what} {_say(first)} on rank 0, "
@@ -62,7 +63,21 @@ def check_same_requests(requests: Sequence[BufferRequest]) -> None:
 
 
 def _say(value: object) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(_say(item) for item in value) or "none"
     return value.name() if isinstance(value, KernelConfig) else str(value)
+
+
+def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Do two contiguous tensors share a byte?"""
+    if not a.numel() or not b.numel() or a.device != b.device:
+        return False
+    first, second = ((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in (a, b))
+    return first[0] < second[1] and second[0] < first[1]
+
+
+class NoSuchRank(UsageError, IndexError):
+    """An IndexError too: that is what ends ``for rank in world``."""
 
 
 class LocalRank:
@@ -142,8 +157,11 @@ class LocalWorld:
         self._recorded: list[list[_Recorded]] = [[] for _ in range(ranks)]
         self._scratch = _Scratch(self.backend)
         self._adopted: dict[Any, tuple[DeviceWeights, Call]] = {}
+        self._faulted: dict[tuple[int, str], LaunchFault] = {}  # (rank, buffer) that a faulty run used, until its reset
 
     def __getitem__(self, rank: int) -> LocalRank:
+        if not isinstance(rank, int) or isinstance(rank, bool) or not -self.ranks <= rank < self.ranks:
+            raise NoSuchRank(f"there is no rank {rank!r}; this world has ranks 0..{self.ranks - 1}", rule="ranks-limit")
         return self.members[rank]
 
     def __len__(self) -> int:
@@ -161,9 +179,17 @@ class LocalWorld:
         self._requests[rank].append(request)
         return buffer, kernel
 
+    def load_variants(self, request: BufferRequest) -> dict[KernelConfig, Kernel]:
+        """The other kernels of a request, so that none is built in the middle of serving."""
+        return {config: self._load(replace(request, config=config)) for config in request.variants}
+
     def submit(self, buffer: RankBuffer, kernel: Kernel, call: Call) -> None:
         """Records a call; its inputs are copied now."""
         rank, tokens = buffer.rank, call.y.shape[0]
+        for (_, name), fault in self._faulted.items():
+            if name == buffer.name:
+                raise LaunchFault(f"{fault}; reset the buffer on every rank before the next launch", fault.records)
+        self._check_apart(rank, call)
         inputs = {}
         for name in INPUT_VIEWS:
             source = buffer.view(name)[:tokens]
@@ -180,6 +206,7 @@ class LocalWorld:
             raise UsageError(f"rank {buffer.rank} has recorded calls; synchronize its world before the reset", rule="collective")
         buffer.memory.zero_()
         self.backend.clear_fault(buffer.rank)
+        self._faulted.pop((buffer.rank, buffer.name), None)
 
     def pending(self, rank: int) -> int:
         """Calls recorded and not yet run."""
@@ -212,7 +239,11 @@ class LocalWorld:
                     user.copy_(device)
         finally:
             self._scratch.give_back()
-        result.raise_for_faults(recorded[0][0].buffer.layout.shape.topk)
+        try:
+            result.raise_for_faults(recorded[0][0].buffer.layout.shape.topk)
+        except LaunchFault as fault:
+            self._faulted |= {(item.buffer.rank, item.buffer.name): fault for item in itertools.chain.from_iterable(recorded)}
+            raise
         if result.diagnostics:
             raise WrongResult(f"{result.report}")
         return result
@@ -233,6 +264,14 @@ class LocalWorld:
         if key not in self._kernels:
             self._kernels[key] = self.backend.load(request.config, request.phase, request.shape)
         return self._kernels[key]
+
+    def _check_apart(self, rank: int, call: Call) -> None:
+        """Ranks run side by side: what two of them write must not be the same memory."""
+        for other, item in ((r, item) for r, calls in enumerate(self._recorded) if r != rank for item in calls):
+            for name, mine, theirs in (("y", call.y, item.call.y), ("cumulative_local_expert_recv_stats", call.stats, item.call.stats)):
+                if mine is not None and theirs is not None and overlap(mine, theirs):
+                    raise UsageError(f"{name} of rank {rank} shares memory with that of rank {other}; each rank needs its own",
+                                     rule="overlap")  # fmt: skip
 
     def _check_collective(self, recorded: list[list[_Recorded]]) -> None:
         counts = [len(calls) for calls in recorded]
@@ -305,6 +344,12 @@ class GroupWorld:
         kernel = control.step("build and load the kernel", lambda: self._load(request))
         layout = Layout(request.shape, self.ranks, request.capacity)
         return RankBuffer(self.backend, layout, rank, self.backend.fresh_name("buffer")), kernel
+
+    def load_variants(self, request: BufferRequest) -> dict[KernelConfig, Kernel]:
+        """Collective: every rank loads the same ones in the same order (``allocate`` compared the requests)."""
+        control = self.backend.control
+        return {config: control.step("build and load the kernel", lambda: self._load(replace(request, config=config)))  # noqa: B023
+                for config in request.variants}
 
     def _load(self, request: BufferRequest) -> Kernel:
         key = (request.config, request.phase, request.shape)

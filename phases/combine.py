@@ -70,4 +70,4 @@ def check_end_to_end(report: Report, case: CaseData, got: PhaseOutput) -> None:
                        element=LIMITS["e2e_element"].value * limits.row, ulp=LIMITS["bf16_ulp"].value,
                        cos=limits.cosine, largest=BF16_MAX, what="y row")  # fmt: skip
         judged = ~reference.overflow & ~reference.y.isnan().any(dim=1)
-        check_rank(report, "e2e_rank", y[reference.tokens[judged].to(y.device)].cpu(), reference.y[judged], rank, limits.rank)
+        check_rank(report, "e2e_rank", y[reference.tokens[judged].to(y.device)].cpu(), reference.y[judged], rank, limits)

@@ -22,6 +22,7 @@ class Built:
     resources: dict[KernelConfig, dict[str, int]] = field(default_factory=dict)
     refused: dict[KernelConfig, str] = field(default_factory=dict)
     compiler: str = ""
+    source: dict[str, Any] = field(default_factory=dict)  # commit and dirty, as the build manifests have them
     seconds: float = 0.0
 
     def of(self, choice: Choice) -> dict[str, int] | None:
@@ -57,6 +58,10 @@ def compile_all(plan: Plan, jobs: int | None, on_done: Callable[[Any, int, int],
         if outcome.kernel is not None and outcome.kernel.resources is not None:
             found = outcome.kernel.resources
             built.resources[key] = {"registers": found.registers, "spill_bytes": found.spills}
+            facts = outcome.kernel.manifest
+            if "commit" in facts:
+                dirty = bool(facts.get("dirty")) or bool(built.source.get("dirty"))
+                built.source = {"commit": facts["commit"], "dirty": dirty}
             built.compiler = built.compiler or str(outcome.kernel.manifest.get("compiler", ""))
         if outcome.error is not None:
             built.refused[key] = str(outcome.error)

@@ -27,7 +27,7 @@ KINDS = ("hang", "crash", "exit", "stubborn", "wrong", "raise", "nan", "negative
 
 class FakeRunner:
     """``script``: ``sms``, ``name``, ``seed``, ``noise`` (relative, of each sample), ``drift`` (shared by a pair),
-    ``base_us``, ``us_per_token``, ``sleep_s``; ``effects``: [{match, from, to, routing, factor}]; ``faults``: [{match,
+    ``base_us``, ``us_per_token``, ``sleep_s``; ``effects``: [{match, from, to, routing, stages, factor}]; ``faults``: [{match,
     tokens, stage, rank, kind}]. ``match`` is a part of a choice's fields; absent keys match everything."""
 
     def __init__(self, script: Mapping[str, Any], ranks: int, control: Any = None,
@@ -79,19 +79,19 @@ class FakeRunner:
     def base(self, tokens: int) -> float:
         return float(self.script.get("base_us", 50.0)) + tokens * float(self.script.get("us_per_token", 0.25))
 
-    def mean_us(self, choice: Mapping[str, Any], tokens: int, routing: str) -> float:
+    def mean_us(self, choice: Mapping[str, Any], tokens: int, routing: str, stage: str = "") -> float:
         """The time without noise."""
         value = self.base(tokens)
         for effect in self.script.get("effects", []):
             low, high = effect.get("from", 0), effect.get("to", math.inf)
-            if low <= tokens < high and effect.get("routing", routing) == routing and _matches(effect.get("match", {}), choice):
+            if low <= tokens < high and effect.get("routing", routing) == routing and stage in effect.get("stages", [stage]) and _matches(effect.get("match", {}), choice):
                 value *= effect["factor"]
         return value
 
     def _pairs(self, key: str, task: Mapping[str, Any]) -> tuple[list[list[float]], bool]:
         noise, drift = float(self.script.get("noise", 0.01)), float(self.script.get("drift", 0.03))
         draw = random.Random(f"{self.script.get('seed', 0)}/{key}/{self.rank}")
-        means = [self.mean_us(task[side], task["tokens"], task["routing"]) for side in ("a", "b")]
+        means = [self.mean_us(task[side], task["tokens"], task["routing"], task["stage"]) for side in ("a", "b")]
         pairs: list[list[float]] = []
         for n in range(task["rounds"]):
             shared = math.exp(draw.gauss(0, drift))

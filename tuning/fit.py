@@ -46,7 +46,8 @@ class Point:
         return max(0.0, found.median / self.best() - 1)
 
     def allowed(self, choice: Choice, tolerance: float) -> bool:
-        return self.loss(choice) <= tolerance and (choice == self.incumbent or self.verdicts.get(choice) != "worse")
+        """The incumbent, or what is proven better or proven the same: an unclear one takes nobody's place."""
+        return self.loss(choice) <= tolerance and (choice == self.incumbent or self.verdicts.get(choice) in ("better", "same"))
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,8 @@ class Machine:
     arch: str = "sm_90a"
 
     def sms_per_rank(self, ranks: int) -> int:
-        """Virtual ranks divide a GPU; processes that share one take turns on all of it, and GPUs of their own have it."""
-        return self.sms // ranks if self.backend in ("virtual", "fake") else self.sms
+        """Ranks that share a GPU divide it; a GPU of its own has all."""
+        return self.sms if self.backend == "nvlink" else self.sms // ranks
 
 
 @dataclass(frozen=True)
@@ -174,6 +174,15 @@ def _from_table(table: Table, problems: Sequence[Problem], query: Query, tokens:
     return Pick(table.configs[entry.use], table.source, why, table.path, entry.use, tuple(warnings))
 
 
+def edge_counts(library: Library, query: Query) -> list[int]:
+    """Every token count at which some table's pick may change, ascending from 0."""
+    edges = {0, 1}
+    for table, _ in library.tables:
+        scale = 1.0 if table.axis == "tokens" else query.ranks * query.shape.topk / query.shape.experts
+        edges |= {int(r.start / scale) + step for r in table.ranges for step in (0, 1)}
+    return sorted(edges)
+
+
 def running_machine(backend: str, ranks: int) -> Machine | None:
     """The GPU that ``--backend backend`` would use here, or None: no SM90 GPU, or the emulator."""
     from megamoe_cli.backends.driver import visible_gpus
@@ -230,11 +239,7 @@ class Picker:
         if machine is None:
             return []
         query = Query(shape, ranks, machine)
-        edges = {0}
-        for table, _ in self.library.tables:
-            scale = ranks * shape.topk / shape.experts if table.axis != "tokens" else 1.0
-            edges |= {int(r.start / scale) + step for r in table.ranges for step in (0, 1)}
-        found = [lookup(query, tokens, self.library, named=self.setting != "auto") for tokens in sorted(edges)]
+        found = [lookup(query, tokens, self.library, named=self.setting != "auto") for tokens in edge_counts(self.library, query)]
         for pick in found:
             for warning in pick.warnings:
                 if "outside what was measured" not in warning:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from megamoe_cli.errors import EnvironmentUnfit, ExitCode, WrongResult
@@ -23,12 +23,13 @@ from megamoe_cli.tuning.schema import Choice
 # timer and the memory; they count where they happened.
 DISQUALIFYING = ("wrong", "hang", "crash", "fault", "error", "too-fast", "build-failed")
 FLOOR_SLACK = 0.9  # a time below this share of the floor cannot be one
+FIRST = "#1"  # ends the key of a crash that was tried again
 GIVE_UP = 4  # failures in a row of different candidates, with no success between: the device is gone, not the candidates
 _OF_STATUS = {"fail": "wrong", "hang": "hang", "crash": "crash", "fault": "fault", "error": "error"}
 
 
 class Stop(Exception):
-    """No further trial is wanted. ``reason``: budget, or interrupted."""
+    """No further trial is wanted. ``reason``: budget, interrupted, or not measured (with ``--fit-only``)."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -43,12 +44,16 @@ class Watcher(Protocol):
 
 @dataclass
 class Clock:
-    """The budget: monotonic seconds at which measuring stops, None for no limit. ``interrupted()``: the user wants out."""
+    """The budget: monotonic seconds at which measuring stops, None for no limit. ``interrupted()``: the user wants out.
+    ``closed``: nothing new is measured, only what the journal has is used."""
 
     deadline: float | None = None
     interrupted: Callable[[], bool] = lambda: False
+    closed: bool = False
 
     def check(self) -> None:
+        if self.closed:
+            raise Stop("not measured")
         if self.interrupted():
             raise Stop("interrupted")
         if self.deadline is not None and time.monotonic() >= self.deadline:
@@ -91,9 +96,13 @@ class Measurer:
             return known
         self.clock.check()
         trial = self._measure(key, task)
+        if trial.status == "crash":
+            # Someone else may have killed the process (an operator, the memory killer): dying twice is the candidate's doing.
+            self.journal.append(replace(trial, key=f"{key}{FIRST}"))
+            self.watcher.trial(trial, replayed=False)
+            self.clock.check()
+            trial = self._measure(key, task)
         self.journal.append(trial)
-        self.measured += 1
-        self._seconds.append(trial.seconds)
         self._settle(trial, a, b)
         self.watcher.trial(trial, replayed=False)
         self._give_up(trial)
@@ -111,6 +120,8 @@ class Measurer:
         result = self.group.ask({"id": key, "task": bounded}, self.candidate_timeout_s)
         trial = trial_of(key, task, result, time.monotonic() - began, self.group.starts)
         trial.machine = self.machine
+        self.measured += 1
+        self._seconds.append(trial.seconds)
         return trial
 
     def _settle(self, trial: Trial, a: Choice, b: Choice) -> None:
@@ -128,7 +139,7 @@ class Measurer:
     def _give_up(self, trial: Trial) -> None:
         if trial.ok:
             self._lost_in_a_row.clear()
-        elif trial.status in ("hang", "crash", "error", "fault"):
+        elif trial.status in ("hang", "crash", "fault"):
             self._lost_in_a_row[trial.status] += 1
             if sum(self._lost_in_a_row.values()) >= GIVE_UP:
                 said = ", ".join(f"{count} {status}" for status, count in self._lost_in_a_row.items())

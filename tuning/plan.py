@@ -88,8 +88,11 @@ class Plan:
         return [self.digest, m.name, m.sms, m.backend, self.shape.as_list(), self.ranks, self.capacity]
 
     def stage_seed(self, stage: str, tokens: int, routing: str) -> int:
-        """Another for every stage, size and routing, so that no stage is confirmed by its own inputs."""
-        return _number(f"{self.seed}/{stage}/{tokens}/{routing}")
+        """Of a stage's inputs: searching, finals, confirmation and validation each have their own at every size, so that
+        nothing is confirmed by the inputs that chose it."""
+        group = stage.removesuffix("-more")
+        group = "search" if group in ("noise", "screen", "second", "tpe") else group
+        return _number(f"{self.seed}/{group}/{tokens}/{routing}")
 
     def task(self, stage: str, tokens: int, routing: str, a: Choice, b: Choice, rounds: int, stop_ratio: float = 0.0) -> dict[str, Any]:
         """The measuring process's task, without its key."""

@@ -239,7 +239,7 @@ class Run:
         with Interrupts(self.view.note) as interrupts, RankGroup(worker_command(self.plan), log_dir=self.folder / "logs",
                                                                  killed=interrupts.killed) as group:
             machine = self._describe(group)
-            clock = Clock(0.0 if self.fit_only else deadline, interrupts.interrupted)
+            clock = Clock(None if self.fit_only else deadline, interrupts.interrupted, closed=self.fit_only)
             self.measurer = Measurer(self.plan, self.journal, group, clock, self.view, self.candidate_timeout_s, self.retry_failed, machine)
             for choice in self.plan.candidates:
                 why = self.built.refused.get(kernel_key(choice.config))
@@ -247,7 +247,7 @@ class Run:
                     values = choice.to_dict()
                     self.measurer.failed[choice] = Trial("", "build", 0, "", 0, values, values, "build-failed", message=why)
             outcome = Tuner(self.plan, self.measurer, self.built.registers, self.view.stage).run()
-        table = measured_table(self.plan, outcome, self._machine_facts(outcome), source_state())
+        table = measured_table(self.plan, outcome, self._machine_facts(outcome), self.built.source or source_state())
         bad = errors_of([p for p in check_table(table) if p.rule != "validation"])
         assert not bad, f"the tuner made a table that does not check: {bad[0].rule}: {bad[0].message}"
         write(self.folder / "table.yaml", table)
@@ -279,7 +279,7 @@ class Run:
         for machine in self.machines or [{"id": "m1"}]:
             seen = [t.conditions for t in self.journal.trials.values() if t.machine == machine["id"]]
             clocks = [mhz for c in seen for mhz in c.get("sm_mhz", [])]
-            entry = dict(machine)
+            entry = dict(machine) | ({"compiler": self.built.compiler} if self.built.compiler else {})
             if clocks:
                 entry["sm_mhz"] = [min(clocks), max(clocks)]
             if any("throttle" in c for c in seen):

@@ -26,6 +26,8 @@ MAX_COMBINATIONS = 200_000
 # Axes that change what comes out, bit for bit: in every space they are searched only when asked for. None exists: the
 # tolerance of the numerics contract holds for every policy and promotion, and combine sums in slot order in all of them.
 NUMERICS_AXES: frozenset[str] = frozenset()
+# Parameters of a launch, not of a kernel: what is legal with one legal value of them is legal with all.
+LAUNCH_AXES = ("lag", "unit_blocks")
 _DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(KernelConfig)} | {"ctas": 0}
 
 
@@ -43,10 +45,18 @@ class Space:
             total *= len(values)
         return total
 
-    def combinations(self) -> Iterator[Choice]:
-        """Every combination, in the order of the axes."""
-        for values in itertools.product(*self.axes.values()):
-            yield Choice.from_dict(dict(zip(self.axes, values)))
+    def kernels(self) -> Iterator[Choice]:
+        """Every combination of the axes that make a kernel, with the first value of each launch axis."""
+        first = {axis: values[0] for axis, values in self.axes.items() if axis in LAUNCH_AXES}
+        own = {axis: values for axis, values in self.axes.items() if axis not in LAUNCH_AXES}
+        for values in itertools.product(*own.values()):
+            yield Choice.from_dict(dict(zip(own, values)) | first)
+
+    def launches(self, kernel: Choice) -> Iterator[Choice]:
+        """The kernel with every combination of the launch axes."""
+        own = {axis: values for axis, values in self.axes.items() if axis in LAUNCH_AXES}
+        for values in itertools.product(*own.values()):
+            yield replace(kernel, config=replace(kernel.config, **dict(zip(own, values))))
 
 
 def load_space(text: str) -> Space:
@@ -83,11 +93,12 @@ def _space(name: str, line: int, node: Located, problems: list[Problem]) -> Spac
     with Fields(node, f"space {name!r}", problems) as space:
         for axis in _DEFAULTS:
             if axis != "trace" and space.node(axis, required=False) is not None:
+                before_axis = len(problems)
                 values = [item.plain() for item in space.items(axis, required=False)]
                 for value in values:
                     if type(value) is not type(_DEFAULTS[axis]):
                         space.bad(space.line_of(axis), "wrong-type", f"axis {axis}: {value!r} is not like {_DEFAULTS[axis]!r}")
-                if not values:
+                if not values and len(problems) == before_axis:
                     space.bad(space.line_of(axis), "bad-value", f"axis {axis} has no values")
                 axes[axis] = tuple(dict.fromkeys(values))
     if len(problems) > before:
@@ -130,17 +141,25 @@ def expand(space: Space, shape: Shape, ranks: int, sms: int | None, extra: Seque
         found.generated += 1
         found.same += (own := resolved(choice, shape, ranks)) in seen
         seen[own] = None
-    for choice in space.combinations():
-        found.generated += 1
-        verdict = check(choice.config, shape, ranks, sms, choice.ctas or None)
+    per_kernel = space.size // max(1, sum(1 for _ in space.kernels()))
+    for kernel in space.kernels():
+        found.generated += per_kernel
+        plain = replace(kernel, config=replace(kernel.config, lag=0, unit_blocks=1))
+        verdict = check(plain.config, shape, ranks, sms, kernel.ctas or None)
         if not verdict:
-            found.refused[verdict.rule] += 1
+            found.refused[verdict.rule] += per_kernel
             found.example.setdefault(verdict.rule, verdict.explanation)
             continue
-        own = resolved(choice, shape, ranks)
-        if own in seen:
-            found.same += 1
-        seen[own] = None
+        settled = resolved(plain, shape, ranks)
+        settled = replace(settled, config=replace(settled.config, lag=kernel.config.lag, unit_blocks=kernel.config.unit_blocks))
+        for choice in space.launches(settled):
+            bounds = check(choice.config, shape, ranks, sms, choice.ctas or None)
+            if not bounds:
+                found.refused[bounds.rule] += 1
+                found.example.setdefault(bounds.rule, bounds.explanation)
+                continue
+            found.same += choice in seen
+            seen[choice] = None
     found.candidates = list(seen)
     found.accounts()
     return found

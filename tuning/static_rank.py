@@ -33,6 +33,7 @@ class Ranking:
     fitted: Fit
     refused: dict[str, str] = field(default_factory=dict)
     compiler: str = ""
+    source: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         return {"schema": "megamoe.tune-static/1", "source": "static", "compiler": self.compiler, "refused": self.refused,
@@ -55,13 +56,13 @@ def rank(plan: Plan, built: Built) -> Ranking:
         gain = 1 / (1 + plan.settings.min_gain)
         points.append(Point(tokens, own, ratios, {c: "better" if r.median < gain else "same" if r.median <= 1 else "worse" for c, r in ratios.items()}))
     refused = {config.name(): why for config, why in built.refused.items()}
-    return Ranking(plan, by_size, fit(points, plan.settings.tolerance, built.registers), refused, built.compiler)
+    return Ranking(plan, by_size, fit(points, plan.settings.tolerance, built.registers), refused, built.compiler, built.source)
 
 
 def write_result(plan: Plan, ranking: Ranking, folder: Path, output: Path | None) -> Path:
     """``table.yaml`` and ``ranking.json`` in the run's folder, and the table at ``output``; never where tables are looked up."""
     model = {(t, c): f.model_us for t, rows in ranking.by_size.items() for c, f in rows}
-    table = static_table(plan, ranking.fitted, model, source_state(), ranking.compiler)
+    table = static_table(plan, ranking.fitted, model, ranking.source or source_state(), ranking.compiler)
     bad = errors_of(check_table(table))
     assert not bad, f"the model made a table that does not check: {bad[0].rule}: {bad[0].message}"
     comment = "A model's ranking: nothing was run. Every time in it is a model's."

@@ -29,7 +29,8 @@ def summarize(plan: Plan, out: Outcome, measurer: Measurer, table: Table, second
                 "not_reached": len(plan.candidates) - measured - lost}
     picks = [(p.tokens, s.choice, p.ratio(s.choice)) for s in out.fitted.segments for p in s.points if p.routing == plan.routing]
     return {
-        "schema": "megamoe.tune-summary/1", "run": plan.run, "seconds": round(seconds, 2), "trials": {"measured": measurer.measured, "replayed": measurer.replayed},
+        "schema": "megamoe.tune-summary/1", "id": plan.run, "where": sorted({t.where for t in measurer.journal.trials.values() if t.where}),
+        "seconds": round(seconds, 2), "trials": {"measured": measurer.measured, "replayed": measurer.replayed},
         "stopped": out.stopped, "partial": table.partial, "accounts": accounts, "noise": {str(t): round(n, 5) for t, n in sorted(out.noise.items())},
         "skipped_sizes": {str(t): why for t, why in measurer.skipped_sizes.items()},
         "disqualified": [{"config": c.name(), "status": t.status, "tokens": t.tokens, "why": t.message} for c, t in measurer.failed.items()],

@@ -86,7 +86,8 @@ def _is_rows(value: Any) -> bool:
 def _flow(value: Any) -> str:
     import yaml
 
-    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**9, allow_unicode=True).strip()
+    dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+    text = yaml.dump(value, Dumper=dumper, default_flow_style=True, sort_keys=False, width=2**31 - 1, allow_unicode=True).strip()
     return text.removesuffix("\n...")
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megamoe_cli.tuning.fit import Fit, Point, fit
 from megamoe_cli.tuning.journal import Trial
-from megamoe_cli.tuning.measurer import Clock, Measurer, Stop
+from megamoe_cli.tuning.measurer import Measurer, Stop
 from megamoe_cli.tuning.paired import Ratio, ratio, verdict
 from megamoe_cli.tuning.plan import Plan, visiting_order
 from megamoe_cli.tuning.schema import Choice
@@ -77,7 +77,7 @@ class Tuner:
         clock = self.measurer.clock
         left = clock.left()
         try:
-            self.measurer.clock = Clock(None if left is None else clock.deadline - (1 - SEARCH_SHARE) * left, clock.interrupted)
+            self.measurer.clock = replace(clock, deadline=None if left is None else clock.deadline - (1 - SEARCH_SHARE) * left)
             self._search()
         except Stop as stop:
             self.out.stopped = stop.reason

@@ -13,6 +13,7 @@ from functools import lru_cache
 
 from ..abi import TENSOR_MAP_BYTES
 from ..errors import EnvironmentUnfit, MegamoeError
+from ..paths import cupy_env
 
 # Must be in the environment before the context exists. With the default of 8 hardware queues a ninth stream can sit
 # behind a kernel that spins for it; lazily loaded modules can wait for running kernels to end.
@@ -136,6 +137,7 @@ def prepare_environment() -> None:
         _few_queues = True
     for key, value in CONTEXT_ENVIRONMENT.items():
         os.environ.setdefault(key, value)
+    os.environ.update(cupy_env())
 
 
 _few_queues = False

@@ -16,6 +16,7 @@ import numpy
 import torch
 
 from ..abi import FAULT_BYTES, PARAMS_BYTES, pack_tensor_map_image
+from ..case_options import check_backend_options
 from ..config import KernelConfig
 from ..errors import BuildFailed, TimedOut, UsageError
 from ..shapes import nearest_name
@@ -81,6 +82,7 @@ class EmulatorBackend(Backend):
         for name in options:
             if name not in known:
                 raise UsageError(f"unknown emulator option {name!r}; nearest name: {nearest_name(name, known)}", rule="backend-option")
+        check_backend_options("emulator", options)
         for name in PER_RANK & options.keys():
             options[name] = tuple(options[name])
         self.options = replace(self.options, **options)

@@ -77,7 +77,13 @@ def backend_for_group(group: ProcessGroup) -> NvlinkBackend:
     import torch
 
     control = Control.from_group(group)
-    device = control.step("find the current GPU", lambda: torch.cuda.current_device())
+    def current_gpu() -> int:
+        if not torch.cuda.is_available():
+            raise EnvironmentUnfit("this process sees no CUDA GPU, and a process group needs one for each rank",
+                                   hint="LocalWorld(ranks) runs all ranks in one process, also without a GPU")  # fmt: skip
+        return torch.cuda.current_device()
+
+    device = control.step("find the current GPU", current_gpu)
     return open_backend(control.ranks, control=control, share_gpu=True, device=device)
 
 

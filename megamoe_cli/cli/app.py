@@ -5,6 +5,7 @@ A command gets it with ``@click.pass_obj`` (``app: App``). Nothing here imports 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -57,13 +58,18 @@ class App:
         """A rich Console for stdout or stderr that follows --color, NO_COLOR and non-terminals."""
         from rich.console import Console
 
+        class PlainPipes(Console):
+            def on_broken_pipe(self) -> None:
+                # rich itself would exit with 1 here, which says "wrong result"; main knows the code for this.
+                raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
         stream = sys.stderr if stderr else sys.stdout
         color = self.wants_color(stream)
         tty = bool(getattr(stream, "isatty", lambda: False)())
         # Off a terminal rich would fold tables at 80 columns; a log or a pipe has no width.
         width = None if tty else int(os.environ.get("COLUMNS") or 160)
-        return Console(file=stream, force_terminal=color or None, no_color=not color, width=width,
-                       highlight=False, soft_wrap=not tty, legacy_windows=False)
+        return PlainPipes(file=stream, force_terminal=color or None, no_color=not color, width=width,
+                          highlight=False, soft_wrap=not tty, legacy_windows=False)
 
     def is_tty(self) -> bool:
         """Live progress is drawn on stderr, so that is the stream that counts."""
@@ -133,3 +139,9 @@ def json_option(function: Callable[..., Any]) -> Callable[..., Any]:
 
     return click.option("--json", "json_", is_flag=True, expose_value=False, callback=callback,
                         help="Print one JSON document on stdout.")(function)
+
+
+def table_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds ``--table``: where a configuration comes from when none is given. The command gets it as ``table``."""
+    return click.option("--table", default="auto", show_default=True, metavar="auto|none|FILE",
+                        help="Heuristic table that picks the configuration for the running GPU when none is given.")(function)

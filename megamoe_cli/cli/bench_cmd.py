@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from megamoe_cli.cli.app import App, json_option
+from megamoe_cli.cli.app import App, json_option, table_option
 from megamoe_cli.config import KernelConfig
 from megamoe_cli.errors import ExitCode, UsageError
 from megamoe_cli.shapes import Shape, parse_shape
@@ -52,6 +52,7 @@ def requests_of(values: Mapping[str, Any]) -> list[BuildRequest]:
 @click.option("--rank-of", default=8, show_default=True, help="One rank holding 1/N of the shape's experts, as a rank of EP N would.")
 @click.option("--tokens", default="1,8,128,1024,8192", show_default=True, help="Tokens of the rank, comma-separated.")
 @click.option("--config", "config_text", default="", help="KEY=VAL,... of the kernel configuration.")
+@table_option
 @click.option("--samples", default=12, show_default=True, type=click.IntRange(3), help="Timed launches, each with routing of its own.")
 @click.option("--rounds", type=click.IntRange(1), help="Rounds of that many samples [default: 1; 3 with a baseline].")
 @click.option("--seed", default=0, show_default=True)
@@ -70,7 +71,7 @@ def bench_command(app: App, **values: Any) -> int:
     from megamoe_cli import bench_gate, paths
 
     sizes, shapes = parse_sizes(values["tokens"]), slices(values)
-    config = KernelConfig.parse(values["config_text"])
+    config = KernelConfig.parse(values["config_text"]) if values["config_text"].strip() else None
     limit = bench_gate.parse_limit(values["limit_text"]) if values["limit_text"] else None
     path = values["baseline"] or (Path(app.settings.get("results_dir") or paths.results_dir()) / "bench-baseline.json" if limit else None)
     baseline = bench_gate.load_baseline(path) if path else None
@@ -89,6 +90,7 @@ def bench_command(app: App, **values: Any) -> int:
         raise UsageError(f"--rounds {rounds}: a baseline needs at least {bench_gate.MIN_ROUNDS}, to see how far rounds differ", rule="rounds")
     app.started("bench")
     run = _Measured(app, config, values["samples"], values["seed"], rounds, baseline, limit if limit is not None else 0.03)
+    run.table = values["table"]
     for name, shape in shapes.items():
         run.shape(name, shape, sizes)
     return _finish(app, run, same, values["save_baseline"], limit)
@@ -97,17 +99,21 @@ def bench_command(app: App, **values: Any) -> int:
 class _Measured:
     """Rows as they come. With a baseline every row is judged, and measured further while it is unclear."""
 
-    def __init__(self, app: App, config: KernelConfig, samples: int, seed: int, rounds: int, baseline: Any, limit: float) -> None:
+    table = "auto"  # who picks the configuration of each size when none was given
+
+    def __init__(self, app: App, config: KernelConfig | None, samples: int, seed: int, rounds: int, baseline: Any, limit: float) -> None:
         self.app, self.config, self.samples, self.seed, self.rounds = app, config, samples, seed, rounds
         self.baseline, self.limit = baseline, limit
         self.rows: list[dict[str, Any]] = []
         self.judged: list[Judgement] = []
         self.where = ""
+        self.picker: Any = None
+        self.running: Any = None  # the shape that is being measured
 
     def shape(self, name: str, shape: Shape, sizes: list[int]) -> None:
         from megamoe_cli.bench import Bench
 
-        bench = Bench(shape, self.seed)
+        bench, self.running = Bench(shape, self.seed), shape
         self.where = bench.backend.where
         try:
             # Rounds go over all sizes in turn, so that a slow minute of the machine does not hit one size alone.
@@ -130,7 +136,8 @@ class _Measured:
         from megamoe_cli.bench import median_interval
         from megamoe_cli.bench_gate import center
 
-        row = bench.measure(size, self.config, samples=self.samples, say=self.app.detail).to_dict()
+        config, grid = self._choice(size)
+        row = bench.measure(size, config, samples=self.samples, say=self.app.detail, **grid).to_dict()
         times = list(row.pop("times_us"))
         if size not in found:
             found[size] = row | {"shape": name, "rounds_us": [times]}
@@ -141,6 +148,17 @@ class _Measured:
         kept["kernel_us"], kept["samples"] = center(kept["rounds_us"]), len(pooled)
         kept["low_us"], kept["high_us"] = median_interval(pooled)
         kept["of_floor"] = kept["floor_us"] / kept["kernel_us"]
+
+    def _choice(self, size: int) -> tuple[KernelConfig, dict[str, int]]:
+        """The configuration that was given, else the table's pick for the running GPU (said once), else the default."""
+        if self.config is not None:
+            return self.config, {}
+        from megamoe_cli.tuning.lookup import Picker
+
+        self.picker = self.picker or Picker(self.table, "auto", self.app.say, self.app.warn)
+        found = self.picker.pick(self.running, 1, size)
+        choice = found.choice if found else None
+        return (choice.config, {"ctas": choice.ctas} if choice.ctas else {}) if choice else (KernelConfig(), {})
 
     def _judge(self, found: dict[int, dict[str, Any]], bench: Any, name: str, size: int) -> None:
         from megamoe_cli.bench_gate import check_comparable, judge_rows, row_key

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import click
 
-from megamoe_cli.cli.app import App, json_option
+from megamoe_cli.cli.app import App, json_option, table_option
 from megamoe_cli.compile.driver import TARGETS, BuildRequest, Outcome, build_many, prepare
 from megamoe_cli.compile.entry import PHASES, check_phase
 from megamoe_cli.compile.parallel import default_jobs
@@ -28,6 +29,7 @@ _LOG_LINES = 24
 @click.option("--ranks", default="8", show_default=True, metavar="N", help="Ranks, for the same purpose.")
 @click.option("--target", type=click.Choice([*TARGETS, "all"]), default="sm_90a", show_default=True,
               help="Machine code for the GPU, a library for the CPU emulator, or both.")
+@table_option
 @click.option("--checked", is_flag=True, help="The emulator's instrumented flavour: bounds, races.")
 @click.option("-j", "--jobs", type=click.IntRange(min=1), metavar="N", help="Compilers at a time [default: by cores and memory].")
 @click.option("--force", is_flag=True, help="Compile even what the cache has.")
@@ -40,7 +42,7 @@ _LOG_LINES = 24
 @click.option("-v", "--verbose", count=True, help="Paths, notes and compiler logs.")
 @json_option
 @click.pass_obj
-def build_command(app: App, phases: tuple[str, ...], config: str, shape: str, ranks: str, target: str, checked: bool,
+def build_command(app: App, phases: tuple[str, ...], config: str, shape: str, ranks: str, target: str, table: str, checked: bool,
                   jobs: int | None, force: bool, allow_spills: bool, strict: bool, nvrtc_options: tuple[str, ...],
                   explain: bool, dry_run: bool, quiet: bool, verbose: int) -> int:
     """Compile PHASEs (default: all five: stub, dispatch, l1, l2, combine); show registers and spills.
@@ -56,6 +58,7 @@ def build_command(app: App, phases: tuple[str, ...], config: str, shape: str, ra
         app.verbosity = -1 if quiet else verbose
     requests = requests_of({"phases": phases, "config": config, "shape": shape, "ranks": ranks, "target": target, "checked": checked,
                             "force": force, "allow_spills": allow_spills, "strict": strict, "nvrtc_options": nvrtc_options})
+    requests = _for_this_gpu(app, requests, table) if not config.strip() else requests
     ready = [prepare(request) for request in requests]
     if explain:
         return _explain(app, ready[0].config, ready[0].smem)
@@ -70,8 +73,27 @@ def build_command(app: App, phases: tuple[str, ...], config: str, shape: str, ra
     else:
         from megamoe_cli.report.build_table import print_build
 
-        print_build(app, outcomes, seconds)
+        for config in dict.fromkeys(o.request.config for o in outcomes):
+            print_build(app, [o for o in outcomes if o.request.config == config], seconds)
     return _finish(app, outcomes)
+
+
+def _for_this_gpu(app: App, requests: list[BuildRequest], table: str) -> list[BuildRequest]:
+    """With an SM90 GPU here and no configuration given: every kernel that its heuristic table may pick for some load, so
+    that nothing compiles later. The emulator's builds, and machines without a GPU, keep the built-in default."""
+    from megamoe_cli.tuning.lookup import Picker
+    from megamoe_cli.tuning.space import kernels_of
+
+    picker, out = Picker(table, "auto", app.say, app.warn), []
+    for request in requests:
+        assert request.shape is not None
+        choices = picker.choices(request.shape, request.ranks) if request.target == "sm_90a" else []
+        kernels = kernels_of(choices)
+        if kernels and not out:
+            app.say(f"{len(kernels)} kernels that the table may pick on this GPU (--table none: the built-in default): "
+                    + ", ".join(config.name() for config in kernels))
+        out += [replace(request, config=config) for config in kernels] or [request]
+    return out
 
 
 def requests_of(values: dict[str, Any]) -> list[BuildRequest]:
@@ -98,17 +120,25 @@ def _one_rank_count(text: str) -> int:
 
 def _build_with_progress(app: App, requests: list[BuildRequest], jobs: int | None, name: str) -> list[Outcome]:
     """Says what is going on as soon as it takes a second; silent when the cache answers."""
-    done = 0
+    done, told, lock = 0, False, threading.Lock()
+
+    def tell() -> None:
+        nonlocal told
+        with lock:
+            if not told:
+                told = True
+                app.say(f"compiling {name}, {jobs or default_jobs()} compilers at a time")
 
     def report(outcome: Outcome) -> None:
         nonlocal done
         done += 1
         kernel = outcome.kernel
         if kernel is None or not kernel.hit:
+            tell()  # before the first line about what was compiled, also when that took less than a second
             state = f"{kernel.seconds:.1f} s" if kernel else "failed"
             app.say(f"[{done}/{len(requests)}] {outcome.request.target} {outcome.request.phase}: {state}")
 
-    notice = threading.Timer(1.0, lambda: app.say(f"compiling {name}, {jobs or default_jobs()} compilers at a time"))
+    notice = threading.Timer(1.0, tell)
     notice.daemon = True
     notice.start()
     try:

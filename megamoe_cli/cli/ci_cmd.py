@@ -50,7 +50,7 @@ def ci_command(app: App, **values: Any) -> int:
     assert app.run is not None
     run_id, start = new_run_id("ci"), time.monotonic()
     folder = make_run_dir(app.run.results_dir, run_id)
-    steps = ci.run(plan, app.run.results_dir, app.say)
+    steps = ci.run(plan, app.run.results_dir, app.say, echo=app.verbosity >= 0)
     document, xml = ci.document(run_id, steps, time.monotonic() - start), ci.junit(steps)
     write_text(folder / "ci.json", json.dumps(document, indent=1) + "\n")
     write_text(folder / "junit.xml", xml)

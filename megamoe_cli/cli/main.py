@@ -20,7 +20,7 @@ import click
 
 from megamoe_cli import __version__
 from megamoe_cli.cli.app import App
-from megamoe_cli.errors import ExitCode, MegamoeError
+from megamoe_cli.errors import CACHE_HINT, ExitCode, MegamoeError
 from megamoe_cli.settings import COLORS, Settings, nearest
 
 # name -> (module, attribute, one line of help). The line is here so that listing commands imports none of them.
@@ -34,20 +34,38 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "remote": ("megamoe_cli.cli.remote_cmd", "remote_command", "Do it on another machine, through ssh; leave nothing there."),
     "ci": ("megamoe_cli.cli.ci_cmd", "ci_command", "Build, test on 1, 2 and 8 ranks, maybe gate times; one verdict."),
     "log": ("megamoe_cli.cli.log_cmd", "log_command", "Write, show and check entries of the development log."),
+    "fuzz": ("megamoe_cli.cli.fuzz_cmd", "fuzz_command", "Random legal cases on the emulator, for a while."),
     "doctor": ("megamoe_cli.cli.doctor_cmd", "doctor_command", "Say what this machine can run, and what it lacks."),
 }
 
 
-# What a full or read-only disk says: the machine's fault, not ours.
-_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+# What a full or read-only disk, or a folder that is not ours, says: the machine's fault, not ours.
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 
 
 class Terminated(BaseException):
     """SIGTERM as an exception, so that ``finally`` blocks end child processes."""
 
 
+class ReaderGone(BaseException):
+    """A broken pipe, in a form that click passes on: it answers BrokenPipeError with SystemExit(1), whatever it is told
+    about exits, and 1 means a wrong result here."""
+
+
 class LazyGroup(click.Group):
     """A group whose commands are imported on use. A command whose module is not there is not listed."""
+
+    def make_context(self, *args: Any, **more: Any) -> click.Context:
+        try:
+            return super().make_context(*args, **more)
+        except BrokenPipeError:
+            raise ReaderGone from None
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            raise ReaderGone from None
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [name for name, (module, _, _) in COMMANDS.items() if importlib.util.find_spec(module) is not None]
@@ -121,6 +139,14 @@ def _raise_terminated(signum: int, frame: Any) -> NoReturn:
     raise Terminated
 
 
+def _in_cache(error: OSError) -> bool:
+    """Is it about a file in the user's cache?"""
+    from megamoe_cli.paths import cache_dir
+
+    name = error.filename
+    return isinstance(name, (str, os.PathLike)) and Path(name).is_relative_to(cache_dir())
+
+
 def _one_line(text: str) -> str:
     return " ".join(text.split())
 
@@ -136,10 +162,42 @@ def _report(app: App, message: str, code: int, hint: str | None = None, rule: st
     return int(code)
 
 
+def _quiet_broken_streams() -> None:
+    """A stream whose reader went away is pointed at /dev/null, or the interpreter would fail on it once more at exit."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, stream.fileno())
+            os.close(null)
+            stream.flush()
+
+
+def _open_closed_streams() -> None:
+    """Standard streams that the caller closed (``>&-``) become /dev/null. Otherwise the next file that is opened would
+    get the number of the stream, and everything printed would land in it."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+            os.set_inheritable(number, True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "r" if number == 0 else "w", closefd=False))  # noqa: SIM115
+
+
 def main(args: Sequence[str] | None = None) -> int:
     """Runs a command line and returns its exit code; every way out of the program passes here."""
     app = App()
-    code = _main(list(sys.argv[1:] if args is None else args), app)
+    try:
+        code = _main(list(sys.argv[1:] if args is None else args), app)
+    except BrokenPipeError:  # while an error was being reported
+        _quiet_broken_streams()
+        code = 128 + signal.SIGPIPE
     if app.run is not None:
         from megamoe_cli.devlog import journal
 
@@ -164,6 +222,9 @@ def _main(arguments: list[str], app: App) -> int:
     except click.exceptions.Exit as done:
         return done.exit_code
     except click.UsageError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # click 8.2 and newer: a group without a command
+            click.echo(error.format_message())  # the help, as for megamoe itself
+            return ExitCode.USAGE
         command = error.ctx.command_path if error.ctx else "megamoe"
         return _report(app, error.format_message(), ExitCode.USAGE, hint=f"see '{command} --help'")
     except click.ClickException as error:
@@ -181,13 +242,14 @@ def _main(arguments: list[str], app: App) -> int:
         if log and app.verbosity > 0:
             click.echo(log, err=True)
         return _report(app, str(error), error.exit_code, error.hint, getattr(error, "rule", None))
-    except BrokenPipeError:
+    except (ReaderGone, BrokenPipeError):
         # The reader went away (such as `| head`): nothing more can be said there, and it is no fault of ours.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _quiet_broken_streams()
         return 128 + signal.SIGPIPE
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in _DISK:
-            return _report(app, f"{error.filename or 'a file'} cannot be written: {error.strerror}", ExitCode.ENVIRONMENT)
+        if isinstance(error, OSError) and (error.errno in _DISK or _in_cache(error)):
+            return _report(app, f"{error.filename or 'a file'} cannot be written: {error.strerror}", ExitCode.ENVIRONMENT,
+                           hint=CACHE_HINT if _in_cache(error) else None)
         if app.verbosity > 0:
             traceback.print_exc()
         return _report(app, f"internal: {type(error).__name__}: {error}", ExitCode.BUG,
@@ -199,10 +261,13 @@ def _main(arguments: list[str], app: App) -> int:
 
 def run() -> NoReturn:
     """Console-script entry point."""
+    _open_closed_streams()
     code = main()
     try:
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 128 + signal.SIGPIPE
+    except OSError:  # a full disk behind stdout; said already, or the answer is incomplete
+        code = code or ExitCode.ENVIRONMENT
+    _quiet_broken_streams()
     sys.exit(int(code))

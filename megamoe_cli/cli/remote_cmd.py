@@ -114,12 +114,18 @@ def _passed(name: str, text: str) -> None:
     @common_options
     @click.argument("args", nargs=-1, type=click.UNPROCESSED)
     @click.pass_context
-    def command(ctx: click.Context, args: tuple[str, ...], **values: Any) -> int:
+    def command(ctx: click.Context, args: tuple[str, ...], slices: bool = False, **values: Any) -> int:
         from megamoe_cli.remote.flow import run_command
 
         app, options = ctx.obj, options_of(ctx, values)
-        # a search does not fit into the limit of one command, so it never runs in the foreground
-        return run_command(app, options, name, args, background=options.detach or name == "tune")
+        if slices and options.detach:
+            raise UsageError("--slices and --detach exclude each other", rule="remote-slices")
+        # a search does not fit into the limit of one command: in the background, or in slices
+        return run_command(app, options, name, args, background=options.detach or name == "tune" and not slices, slices=slices)
+
+    if name == "tune":
+        click.option("--slices", is_flag=True, help="In the foreground, in slices that each keep the limit of one command; "
+                     "the box is free in between.")(command)
 
 
 for _name, _text in _PASSED.items():

@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
 from megamoe_cli import sanitize, testplan
-from megamoe_cli.cli.app import App, json_option, verbosity_options
+from megamoe_cli.cli.app import App, json_option, table_option, verbosity_options
+from megamoe_cli.config import KernelConfig
 from megamoe_cli.errors import ExitCode, UsageError
-from megamoe_cli.plan_values import parse_options
+from megamoe_cli.plan_values import names, parse_options
 from megamoe_cli.testplan import Case, Request
 
 _DEFAULT = Request()
@@ -30,8 +31,9 @@ _DEFAULT = Request()
 @click.option("--capacity", metavar="C", help="Rows of each rank's buffer (default: tokens rounded up to 128).")
 @click.option("--shape", default=_DEFAULT.shape, show_default=True, metavar="NAME|HxIxExK",
               help="flash, pro, v3, tiny, or hidden x intermediate x experts x topk.")
-@click.option("--block-m", metavar="M[,M...]", help="BLOCK_M values: 16, 32, 64, 128.")
+@click.option("--block-m", metavar="M[,M...]", help=f"BLOCK_M values: 16, 32, 64, 128 (default: {KernelConfig().block_m}).")
 @click.option("--config", "config", multiple=True, metavar="KEY=VAL", help="Kernel configuration; repeatable.")
+@table_option
 @click.option("--routing", default=_DEFAULT.routing, show_default=True, metavar="NAME[,NAME...]",
               help="uniform, powerlaw, one-hot-expert, local, remote, masked, balanced, fixed:IDS, or all.")
 @click.option("--clamp", default=_DEFAULT.clamp, show_default=True, metavar="none|C[,...]", help="Activation clamp.")
@@ -58,6 +60,9 @@ _DEFAULT = Request()
 @click.option("--mix", multiple=True, metavar="KEY=VAL[,KEY=VAL]",
               help="Later launches in a row use this configuration, in turn with the case's own; repeatable.")
 @click.option("--replay", type=click.IntRange(1), metavar="N", help="Run the whole sequence N times, as a captured graph would.")
+@click.option("--campaign", type=click.IntRange(1), metavar="N",
+              help="With --sanitize: N race-checked seeds spread over all phases, policies, tiles and skews, instead of the "
+                   "sizes and configurations of this command line.")
 @click.option("--no-shrink", is_flag=True, help="With --sanitize: leave failing cases as they are.")
 @click.option("-k", "filters", multiple=True, metavar="TEXT", help="Only cases whose id has TEXT (* and ? too; !TEXT: not).")
 @click.option("-n", "--dry-run", is_flag=True, help="List the cases; run nothing.")
@@ -65,7 +70,7 @@ _DEFAULT = Request()
 @click.option("-j", "--jobs", type=click.IntRange(1), metavar="N",
               help="Cases side by side (default: up to 4 on the emulator, 1 on a GPU).")
 @click.option("--timeout", type=float, default=_DEFAULT.timeout_s, show_default=True, metavar="S",
-              help="Seconds one case may take, compiling not counted.")
+              help="Seconds one case may take; compiling, making inputs and checking outputs not counted.")
 @click.option("--junit", type=click.Path(path_type=Path, dir_okay=False), metavar="PATH", help="Also write JUnit XML here.")
 @click.option("--results-dir", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
               help="Where the run record goes (default: results/).")
@@ -104,10 +109,13 @@ def selected_cases(ctx: click.Context, values: dict[str, Any]) -> list[Case]:
     if values["tokens_per_rank"] and "tokens" in flags:
         raise UsageError("--tokens and --tokens-per-rank exclude each other")
     values["backend"] = sanitize.check_backend(values)
+    if values["campaign"]:
+        return testplan.select(_campaign(values, flags), values["filters"])
     request = Request(
         **{name: values[name] for name in ("ranks", "phase", "tokens", "tokens_per_rank", "capacity", "shape", "block_m",
                                            "config", "routing", "clamp", "seed", "seeds", "repeat", "backend")},
         timeout_s=values["timeout"], options=sanitize.options_from(values) | parse_options(values["options"]),
+        pick=_table_picks(ctx, values),
     )  # fmt: skip
     if values["case_ids"]:
         extra = [name for name in _SWEEP_OPTIONS if name in flags]
@@ -116,7 +124,46 @@ def selected_cases(ctx: click.Context, values: dict[str, Any]) -> list[Case]:
         cases = testplan.named(request, values["case_ids"])
     else:
         cases = testplan.expand(request)
+    check_case_options(cases, dict.fromkeys((case.ranks for case in cases), values["backend"]))
     return testplan.select(cases, values["filters"])
+
+
+def check_case_options(cases: Sequence[Case], backends: Mapping[int, str]) -> None:
+    """Names, types and values of all options, for the backend of each rank count (``auto``: whichever it will be)."""
+    from megamoe_cli import config as kernel_config
+    from megamoe_cli.case_options import check_options, parse_mix
+
+    for case in cases:
+        if case.options:
+            check_options(case.options, backends[case.ranks], case.config)
+            for other in parse_mix(case.options.get("mix", ""), case.config):
+                kernel_config.require(other, case.problem.shape, case.ranks)
+
+
+def _campaign(values: dict[str, Any], flags: set[str]) -> list[Case]:
+    from megamoe_cli import seed_campaign
+
+    if not values["sanitize"]:
+        raise UsageError("--campaign is a part of --sanitize")
+    extra = [name for name in (*_SWEEP_OPTIONS, "block_m", "config", "seeds", "case_ids", *sanitize.FLAGS) if name in flags]
+    if extra:
+        raise UsageError(f"--campaign chooses sizes, configurations and schedules; leave out --{extra[0].replace('_', '-')}")
+    phases = names(values["phase"], testplan.phase_names(), "phase")
+    return seed_campaign.seeds(values["campaign"], values["seed"], phases, values["timeout"])
+
+
+def _table_picks(ctx: click.Context, values: dict[str, Any]) -> Any:
+    """What the heuristic tables pick for the running GPU: a function of the problem. Each pick is said once."""
+    from megamoe_cli.tuning.lookup import Picker
+
+    app = ctx.find_object(App) or App()
+    picker = Picker(values["table"], values["backend"], app.say, app.warn)
+
+    def pick(problem: Any) -> Any:
+        found = picker.pick(problem.shape, problem.ranks, max(problem.tokens))
+        return found.choice if found else None
+
+    return pick
 
 
 def _list(app: App, cases: Sequence[Case]) -> int:
@@ -155,6 +202,7 @@ def preflight(cases: Sequence[Case], backend: str) -> dict[int, Any]:
     for case in cases:
         if choices[case.ranks].name == "virtual":
             kernel_config.require(case.config, case.problem.shape, case.ranks, sms=hopper[0].sms)
+    check_case_options(cases, {ranks: choice.name for ranks, choice in choices.items()})
     return choices
 
 
@@ -192,6 +240,7 @@ class _Run:
 
     def __init__(self, ctx: click.Context, app: App, cases: list[Case], values: dict[str, Any]) -> None:
         from megamoe_cli import paths
+        from megamoe_cli.report.junit import check_writable
         from megamoe_cli.report.record import make_run_dir, new_run_id
 
         self.app, self.cases, self.values = app, cases, values
@@ -201,6 +250,8 @@ class _Run:
         self.started = time.monotonic()
         if cases:
             self.choices = preflight(cases, values["backend"])
+            if values["junit"]:
+                check_writable(values["junit"], "--junit")
             self.run_id = new_run_id("test")
             self.folder = make_run_dir(values["results_dir"] or paths.results_dir(), self.run_id)
             app.started("test", self.folder.parent)
@@ -222,12 +273,13 @@ class _Run:
                         break
         except _StopAfterFailure:
             pass
-        except BaseException:
+        except BaseException as error:
             if not self.results:
                 self._discard()
             else:
                 # The error itself is reported by main; with --json that is the one document.
-                self._finish(int(ExitCode.NO), show=not self.app.json)
+                gone = isinstance(error, BrokenPipeError)  # nobody reads what we say
+                self._finish(128 + signal.SIGPIPE if gone else int(ExitCode.NO), show=not self.app.json and not gone)
             raise
         if self.values.get("sanitize") and not self.values["no_shrink"] and self.interrupted is None:
             self._shrink()
@@ -266,7 +318,7 @@ class _Run:
         self.app.detail(f"{len(cases)} cases on {ranks} ranks, record in {self.folder}")
         jobs = self.values["jobs"] or default_jobs(choice.name)
         done = run_cases(cases, backend=choice.name, ranks=ranks, timeout_s=self.values["timeout"], on_result=on_result,
-                         on_stage=progress.stage, jobs=jobs, env=worker_env(jobs))
+                         on_stage=progress.stage, on_interrupt=progress.note, jobs=jobs, env=worker_env(jobs))
         self.interrupted = getattr(done, "interrupted", None)
         if self.interrupted is not None:
             for case_id, (stage, since) in progress.running.items():
@@ -280,23 +332,47 @@ class _Run:
 
     def _finish(self, code: int, show: bool = True) -> int:
         from megamoe_cli.report import tables
-        from megamoe_cli.report.junit import junit_xml, write_text
-        from megamoe_cli.report.record import run_document, write_record
+        from megamoe_cli.report.record import run_document
 
         seconds = time.monotonic() - self.started
         document = run_document(self.run_id, self.cases, self.results, seconds, code, self.origins, self.interrupted)
-        write_record(self.folder, document, self.cases, self.results)
-        self.app.evidence(record=self.folder / "results.json")
-        if self.values["junit"]:
-            write_text(self.values["junit"], junit_xml(self.cases, self.results))
-        if not show:
-            return code
-        if self.app.json:
-            self.app.emit(document)
-        else:
-            self._show(tables, seconds)
-        self.app.say(f"record: {self.folder / 'results.json'}")
+        recorded, unwritten = self._write(document)
+        if unwritten:  # what came out is worth more than a file: it is shown all the same
+            code = code or int(ExitCode.ENVIRONMENT)
+            document["exit_code"] = code
+        if show:
+            try:
+                if self.app.json:
+                    self.app.emit(document)
+                else:
+                    self._show(tables, seconds)
+            except BrokenPipeError:
+                # The reader had enough (`| head`). That changes no verdict; who still listens to stderr gets it there.
+                self.app.say(tables.summary(self.cases, self.results, seconds))
+        for line in unwritten:
+            click.echo(f"error: {line}", err=True)
+        if show and recorded:
+            self.app.say(f"record: {self.folder / 'results.json'}")
         return code
+
+    def _write(self, document: Mapping[str, Any]) -> tuple[bool, list[str]]:
+        """Is the run record written? And a line for every file that could not be."""
+        from megamoe_cli.report.junit import junit_xml, write_text
+        from megamoe_cli.report.record import write_record
+
+        recorded, unwritten = True, []
+        try:
+            write_record(self.folder, document, self.cases, self.results)
+            self.app.evidence(record=self.folder / "results.json")
+        except OSError as error:
+            recorded = False
+            unwritten.append(f"the run record in {self.folder} cannot be written: {error.strerror or error}")
+        if self.values["junit"]:
+            try:
+                write_text(self.values["junit"], junit_xml(self.cases, self.results))
+            except OSError as error:
+                unwritten.append(f"{self.values['junit']} cannot be written: {error.strerror or error}")
+        return recorded, unwritten
 
     def _show(self, tables: Any, seconds: float) -> None:
         console = self.app.console()
@@ -304,7 +380,7 @@ class _Run:
             rows = tables.table_rows(self.cases, self.results)
         else:
             rows = tables.phase_rows(self.cases, self.results)
-        console.print(tables.render_table(rows))
+        tables.print_rows(console, rows)
         by_id = {result.id: result for result in self.results}
         failed = [case for case in self.cases if case.id in by_id and not by_id[case.id].passed]
         for case in failed:
@@ -313,7 +389,8 @@ class _Run:
         console.print(tables.summary(self.cases, self.results, seconds), markup=False)
 
     def _discard(self) -> None:
-        """Nothing ran: no record is better than an empty one."""
+        """Nothing ran: no record is better than an empty one, and the journal has nothing to tell."""
+        self.app.run = None
         try:
             self.folder.rmdir()
         except OSError:

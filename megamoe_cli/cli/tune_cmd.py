@@ -79,13 +79,14 @@ def tune_command(ctx: click.Context, **values: Any) -> int:
     for name in ("retry_failed", "fit_only"):
         if values[name]:
             raise UsageError(f"--{name.replace('_', '-')} goes with --resume", rule="resume")
-    request = _request(values)
+    request = request_of(values)
     plan, expansion = tuning.make_plan(request)
     static = tuning.machine_of(request) is None
     if values["plan_only"]:
         return _show_plan(app, plan, expansion, values["jobs"], static)
     if values["build_only"]:
         return _build_only(app, plan, values["jobs"])
+    app.started("tune", results)
     folder = tuning.new_folder(results, plan)
     app.say(f"{_headline(plan, static)}; record: {folder}")
     if static:
@@ -93,7 +94,8 @@ def tune_command(ctx: click.Context, **values: Any) -> int:
     return _run(app, plan, folder, values, budget_s)
 
 
-def _request(values: dict[str, Any]) -> Request:
+def request_of(values: dict[str, Any]) -> Request:
+    """What these options (names of this command's parameters) ask for, checked."""
     from megamoe_cli.bench import slice_of
     from megamoe_cli.plan_values import integers, routings
     from megamoe_cli.shapes import parse_shape
@@ -197,10 +199,12 @@ def _static(app: App, plan: Plan, folder: Path, values: dict[str, Any]) -> int:
     from megamoe_cli.tuning.compiling import compile_all
     from megamoe_cli.tuning.static_rank import print_ranking, rank, write_result
 
+    app.started("tune", folder.parent)
     with TuneView(app, plan, 0) as view:
         built = compile_all(plan, values["jobs"], view.built)
     ranking = rank(plan, built)
     path = write_result(plan, ranking, folder, values["output"])
+    app.evidence(record=folder / "ranking.json")
     if app.json:
         app.emit(ranking.to_dict() | {"table": str(path)})
     else:
@@ -223,6 +227,7 @@ def _resume(ctx: click.Context, app: App, values: dict[str, Any], results: Path,
     folder = tuning.find_run(values["resume"], results)
     plan = tuning.resume_plan(folder, _choices(values["config"]))
     app.say(f"{_headline(plan)}; continuing {folder}")
+    app.started("tune", results)
     return _run(app, plan, folder, values, budget_s)
 
 
@@ -232,6 +237,8 @@ def _run(app: App, plan: Plan, folder: Path, values: dict[str, Any], budget_s: f
     from megamoe_cli.tuning.run import Run
     from megamoe_cli.tuning.summary import expected_trials
 
+    app.started("tune", folder.parent)
+    app.evidence(record=folder / "summary.json")
     with TuneView(app, plan, sum(expected_trials(plan).values()), budget_s) as view:
         run = Run(plan, folder, view, budget_s, values["candidate_timeout"], values["retry_failed"], values["fit_only"], values["jobs"])
         try:
@@ -249,6 +256,7 @@ def _finish(app: App, run: Run, outcome: Any, table: Any, output: Path | None) -
     from megamoe_cli.tuning.run import install
 
     summary = json.loads((run.folder / "summary.json").read_text())
+    app.evidence(record=run.folder / "summary.json")
     path, why = install(run.folder, table, run.plan, output)
     validation = summary["validation"]
     slow = validation is not None and validation["worst_slowdown"] > validation["max_slowdown"]

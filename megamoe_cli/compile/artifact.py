@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import time
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -72,4 +73,13 @@ def provenance(compiler: str, source_digest: str, compile_seconds: float) -> dic
         "compiler": compiler, "source_digest": source_digest, "compile_seconds": round(compile_seconds, 3),
         "build_host": {"name": platform.node(), "system": platform.platform(), "machine": platform.machine()},
         "built_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        **_commit(),
     }
+
+
+@lru_cache(maxsize=1)
+def _commit() -> dict[str, Any]:
+    """``commit`` and ``dirty`` of the checkout that is built from; empty outside one. A binary may run where no git is."""
+    from megamoe_cli.report.record import source_state
+
+    return {key: value for key, value in source_state().items() if key in ("commit", "dirty")}

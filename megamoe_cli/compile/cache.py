@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megamoe_cli.compile.child import check_stop
-from megamoe_cli.errors import EnvironmentUnfit, TimedOut
+from megamoe_cli.errors import CACHE_HINT, EnvironmentUnfit, TimedOut
 from megamoe_cli.paths import cache_dir
 
 SCHEMA = "megamoe.build/1"
@@ -153,7 +153,7 @@ class BuildCache:
 
     def _unwritable(self, error: OSError) -> EnvironmentUnfit:
         return EnvironmentUnfit(f"the build cache {self.root} cannot be written: {error.strerror or error}",
-                                hint="set MEGAMOE_CACHE_DIR to a folder you may write to")
+                                hint=CACHE_HINT)
 
 
 def _size(path: Path) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megamoe_cli.errors import BuildFailed, TimedOut
+from megamoe_cli.paths import cupy_env
 from megamoe_cli.processes import Tree, describe_exit
 
 _PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
@@ -37,7 +38,7 @@ def run_child(command: Sequence[str], stdin: bytes = b"", timeout_s: float = 300
     FileNotFoundError when the program does not exist.
     """
     check_stop()
-    env = dict(os.environ)
+    env = dict(os.environ) | cupy_env()
     # Children import this very package, also when it was found through the working directory.
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [_PACKAGE_PARENT, env.get("PYTHONPATH", "")]))
     # Files, not pipes: output of any size needs no reader thread, and a killed child leaves what it said.

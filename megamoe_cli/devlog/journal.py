@@ -63,7 +63,7 @@ def make_line(run: Run, exit_code: int, previous: str) -> dict[str, Any]:
     records = [{"path": _relative(path, run.results_dir), "sha256": file_digest(path)} for path in paths]
     document = json.loads(paths[0].read_text(encoding="utf-8")) if paths else {}
     line = {
-        "schema": SCHEMA, "id": document["id"] if len(paths) == 1 else new_run_id(run.kind.replace(" ", "-"), run.started), "kind": run.kind,
+        "schema": SCHEMA, "id": (document.get("id") if len(paths) == 1 else None) or new_run_id(run.kind.replace(" ", "-"), run.started), "kind": run.kind,
         "command": ["megamoe", *sys.argv[1:]], "started": _stamp(run.started), "seconds": round(time.monotonic() - run.clock, 3),
         "exit_code": int(exit_code), "source": document.get("source") or source_state(),
         "host": document.get("host") or host_state(), "where": document.get("where", []), "records": records,

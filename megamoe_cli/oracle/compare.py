@@ -201,9 +201,11 @@ def check_rows(report: Report, metric: str, got: torch.Tensor, expected: torch.T
             _add(report, f"{metric}_cosine", where, r, c, g, e, f"cosine of this {what} is {float(value[r]):.5f}, limit {cos:g}")
 
 
-def check_rank(report: Report, metric: str, got: torch.Tensor, expected: torch.Tensor, rank: int, limit: float) -> None:
+def check_rank(report: Report, metric: str, got: torch.Tensor, expected: torch.Tensor, rank: int, limits: EndToEndLimits) -> None:
     """All rows [n,c] of a rank together: catches what is small in every row and wrong on average. Non-finite elements are
-    the rows' business and left out."""
+    the rows' business and left out. A few rows average out less: the limit is the row's over sqrt(n) until that is smaller
+    (with 13-bit sums on the emulator, as an H200's, 3 rows together are up to 2.6e-2 off at I = 256)."""
+    limit = max(limits.rank, limits.row / max(len(got), 1) ** 0.5)
     keep = got.isfinite() & expected.isfinite()
     zero = torch.zeros((), dtype=torch.float64, device=got.device)
     g, e = got.double().where(keep, zero), expected.double().where(keep, zero)

@@ -114,7 +114,7 @@ def compare(case: CaseData, outputs: Sequence[torch.Tensor], *, limits: EndToEnd
                        f"{float(cosines[token]):.5f} (limit {limits.cosine:g}) against the FP32 reference of every row",
                        rank=rank, token=token, column=column, got=float(got[token, column]),
                        expected=float(want[token, column]))
-        check_rank(report, "full_rank", got, want, rank, limits.rank)
+        check_rank(report, "full_rank", got, want, rank, limits)
         unequal += int((bits(got) != bits(want)).sum())
         total += got.numel()
     if total:

@@ -192,7 +192,7 @@ def supervise(args, guard):
         signal.signal(sig, stop.on_signal)
     if os.getppid() != guard:
         return 143
-    env = {**os.environ, **own_environment(job), **dict(item.split("=", 1) for item in args.env), TOKEN: job.token}
+    env = {**os.environ, **own_environment(job, args.results), **dict(item.split("=", 1) for item in args.env), TOKEN: job.token}
     streams = {}
     if args.detached:
         streams = {name: open(os.path.join(job.folder, name), "wb") for name in ("stdout", "stderr")}
@@ -209,7 +209,7 @@ def supervise(args, guard):
     if code is None:
         code = 137 if child.pid in left else exit_code(child.wait())
         code = 124 if stop.reason == "time limit" else 143 if stop.reason.startswith(("signal", "stopped")) else code
-    elif code == 124 or (code == 137 and time.monotonic() - start >= args.limit):
+    elif code in (124, 137) and args.limit and time.monotonic() - start >= args.limit:  # 124 may be the command's own
         stop.reason, code = "time limit", 124
     job.end(code, stop.reason or "exit", time.monotonic() - start, killed, left)
     if killed and not stop.reason:
@@ -219,11 +219,11 @@ def supervise(args, guard):
     return code
 
 
-def own_environment(job):
+def own_environment(job, results):
     """Where things lie on this side. LC_ALL: messages and file names are read by a program, whatever the box speaks."""
     place = lambda name: os.path.join(job.state, name)  # noqa: E731
     return {"PYTHONPATH": place("tree"), "PYTHONUNBUFFERED": "1", "LC_ALL": "C.UTF-8", "MEGAMOE_CACHE_DIR": place("cache"),
-            "MEGAMOE_PREBUILT": place("prebuilt"), "MEGAMOE_RESULTS_DIR": os.path.join(job.folder, "results")}
+            "MEGAMOE_PREBUILT": place("prebuilt"), "MEGAMOE_RESULTS_DIR": place(results) if results else os.path.join(job.folder, "results")}
 
 
 def wait_for(child, args, stop, start):
@@ -259,7 +259,9 @@ def prune(state):
 def reap(args):
     """Ends what is left of jobs whose client is gone; detached ones live on unless they are meant. Prints JSON."""
     spared, ended = [], []
-    for job in all_jobs(args.state):
+    known = all_jobs(args.state)
+    # a terminal has a token and no folder
+    for job in known + [Job(args.state, name) for name in args.jobs if name not in {job.name for job in known}]:
         live = job.alive() and job.read("end.json") is None
         detached = bool((job.read("job.json") or {}).get("detached"))
         if live and detached and not args.all and job.name not in args.jobs:
@@ -277,10 +279,16 @@ def reap(args):
         if live or killed:
             ended.append({"job": job.name, "killed": max(killed, processes), "left": left,
                           "command": (job.read("job.json") or {}).get("command")})
-            job.end(143, "reaped", 0.0, killed, left)
+            if os.path.isdir(job.folder):
+                job.end(143, "reaped", 0.0, killed, left)
     if not args.jobs:  # what no job folder knows any more
-        keep = {pid for job in spared for pid in token_pids(job.token)}
-        killed, left = kill_all(lambda: [p for p in token_pids(token_of(args.state)) if p not in keep], args.grace)
+        def strangers():
+            # all of ours first, then those to spare: a job that goes on starts new processes all the time
+            ours = token_pids(token_of(args.state))
+            spare = {pid for job in spared for pid in token_pids(job.token)}
+            return [pid for pid in ours if pid not in spare]
+
+        killed, left = kill_all(strangers, args.grace)
         if killed:
             ended.append({"job": "", "killed": killed, "left": left, "command": None})
     print(json.dumps({"ended": ended, "running": [job.describe() for job in spared]}))
@@ -325,6 +333,7 @@ def main(words):
     one.add_argument("--cwd", default=".")
     one.add_argument("--env", action="append", default=[])
     one.add_argument("--client", default="")
+    one.add_argument("--results", default="", help="folder of the state for records, in place of the job's own")
     one.add_argument("--detached", action="store_true")
     one.add_argument("command", nargs=argparse.REMAINDER)
     two = commands.add_parser("reap")

@@ -21,6 +21,7 @@ from megamoe_cli.remote.targets import Target
 
 MARKER = ".megamoe-remote"
 NOT_OURS = 73  # exit code of the preparing command: the folder has contents that are not ours
+TUNE_RESULTS = "tune-results"  # runs of tune stay here, so that the next job can continue them
 NO_CONTAINER = 72  # ... the container does not answer
 NOT_MOUNTED = 74  # ... it does not see the folder
 SYNCED = ("megamoe_cli", "kernels", "phases", "tuning", "pyproject.toml", "tests/data")
@@ -118,8 +119,9 @@ def sync_prebuilt(target: Target, folder: Path) -> list[str]:
     return rsync(target, ["--delete", "--out-format=%o %l %n"], [f"{folder}/"], f"{target.host}:{Place.of(target).host}/prebuilt/")
 
 
-def fetch(target: Target, job: str, folder: Path) -> list[str]:
-    return rsync(target, [], [f"{target.host}:{Place.of(target).host}/jobs/{job}/"], f"{folder}/")
+def fetch(target: Target, what: str, folder: Path) -> list[str]:
+    """``what``: a folder of this client over there, such as jobs/JOB."""
+    return rsync(target, [], [f"{target.host}:{Place.of(target).host}/{what}/"], f"{folder}/")
 
 
 def agent(target: Target, words: Sequence[str]) -> list[str]:
@@ -149,12 +151,13 @@ def hold(target: Target, what: str, command: Sequence[str], *, wait_s: float = 0
 
 
 def job(target: Target, name: str, command: Sequence[str], env: Mapping[str, str], *, what: str, wait_s: float = 0,
-        detach: bool = False, lock: bool = True) -> list[str]:  # fmt: skip
+        detach: bool = False, lock: bool = True, results: str = "") -> list[str]:  # fmt: skip
     """ssh command line that runs ``command`` as job ``name``: lock, container, agent, ``timeout -k``, command."""
     limits, place = target.limits(), Place.of(target)
     seconds = target.detach_timeout if detach else limits.command
     words = ["run", "--job", name, "--cwd", f"{place.inside}/tree", "--limit", f"{seconds:g}", "--grace", f"{limits.grace:g}",
              "--client", client_name(), *(["--detached"] if detach else ["--silence", f"{target.silence:g}"])]
+    words += ["--results", results] if results else []
     for key, value in env.items():
         words += ["--env", f"{key}={value}"]
     # --foreground: it signals the command once and leaves the rest to the agent, which finds more than a process group

@@ -44,9 +44,13 @@ def visit_of(app: App, options: Options) -> Visit:
     return Visit(options.target(app), app.say, app.warn, options.remote_compiler, options.wait_s)
 
 
-def run_command(app: App, options: Options, name: str, args: Sequence[str], *, background: bool) -> int:
-    """One of our commands there. In the foreground its output and exit code are ours."""
+def run_command(app: App, options: Options, name: str, args: Sequence[str], *, background: bool, slices: bool = False) -> int:
+    """One of our commands there. In the foreground its output and exit code are ours. ``slices``: a search, as many
+    jobs in a row as it takes, each within the limit of one command; the box is free in between."""
     visit = visit_of(app, options)
+    whole = list(args)
+    if slices:
+        args = sliced(args, visit.target)
     inner = parse(app, name, args, visit.target, detached=background)
     job = new_job(name)
     if options.dry_run:
@@ -56,13 +60,15 @@ def run_command(app: App, options: Options, name: str, args: Sequence[str], *, b
         with visit.alone():
             visit.prepare()
             if visit.has_gpu or name == "build":
-                visit.prebuild(inner.builds, inner.params.get("jobs"))
+                visit.prebuild(inner.builds, inner.params.get("jobs"), some_may_fail=name == "tune")
             visit.sync()
             command = visit.job_command(job, inner, detach=background)
             if background:
                 visit.start(job, command)
             else:
                 code = visit.run(job, command)
+                if slices:
+                    code, job = more_slices(app, visit, code, job, whole)
                 folders = fetched(app, visit, job, inner)
     finally:
         app.evidence(remote={"target": visit.target.label, "job": job, "steps": [step.to_dict() for step in visit.steps]})
@@ -73,13 +79,36 @@ def run_command(app: App, options: Options, name: str, args: Sequence[str], *, b
             return ExitCode.DONE
         return attach(app, options, job)
     if code == ExitCode.TIMEOUT:
-        app.say(_timeout_text(visit.target, folders))
+        app.say(_timeout_text(visit, folders))
     return code
 
 
-def _timeout_text(target: Target, folders: Sequence[Path]) -> str:
+def sliced(args: Sequence[str], target: Target) -> list[str]:
+    """The arguments of a slice: its budget leaves room for the last measurement and for writing down."""
+    if any(word == "--budget" or word.startswith("--budget=") for word in args):
+        raise UsageError("--slices gives every slice its own --budget; leave it out", rule="budget")
+    return [*args, "--budget", f"{0.5 * target.limits().command:.0f}s"]
+
+
+def more_slices(app: App, visit: Visit, code: int, job: str, args: Sequence[str]) -> tuple[int, str]:
+    """Continues the run until it is complete, fails, or three slices in a row end in a timeout. (code, last job)"""
+    kept = [word for word in args if word in ("-q", "-v", "--json")]
+    late = 0
+    while code == ExitCode.INCONCLUSIVE or code == ExitCode.TIMEOUT and (late := late + 1) < 3:
+        late = 0 if code == ExitCode.INCONCLUSIVE else late
+        app.say("next slice")
+        job = new_job("tune")
+        inner = parse(app, "tune", sliced([*kept, "--resume", "last"], visit.target), visit.target, detached=False)
+        code = visit.run(job, visit.job_command(job, inner))
+    return code, job
+
+
+def _timeout_text(visit: Visit, folders: Sequence[Path]) -> str:
+    """Whose time was up: the command's, or that of something inside it; and the innermost fault of the records."""
+    over = visit.end.get("reason") == "time limit"
+    outer = f"the {visit.target.limits().command:g} s of the command are over" if over else "something inside the command timed out"
     fault = innermost(folders)
-    return f"error: {target.label}: the {target.limits().command:g} s of the command are over" + (f"; innermost: {fault}" if fault else "")
+    return f"error: {visit.target.label}: {outer}" + (f"; innermost: {fault}" if fault else "")
 
 
 def fetched(app: App, visit: Visit, job: str, inner: Inner | None) -> list[Path]:
@@ -104,7 +133,7 @@ def print_plan(app: App, visit: Visit, inner: Inner, job: str, background: bool)
     lines = [commands.prepare(target)]
     if inner.builds and not visit.remote_compiler:
         lines.append(commands.sync_prebuilt(target, Path("CUBINS")))
-    lines += [["cd", str(folder)], sync, visit.job_command(job, inner, detach=background), commands.fetch(target, job, Path("RESULTS"))]
+    lines += [["cd", str(folder)], sync, visit.job_command(job, inner, detach=background), commands.fetch(target, f"jobs/{job}", Path("RESULTS"))]
     if app.json:
         app.emit({"schema": "megamoe.remote-plan/1", "commands": lines})
     else:

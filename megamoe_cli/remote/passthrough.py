@@ -73,6 +73,9 @@ def parse(app: App, name: str, args: Sequence[str], target: Target, *, detached:
     if name == "test" and not detached and "timeout" in inner.given and inner.params["timeout"] > limit:
         raise UsageError(f"--timeout {inner.params['timeout']:g}: a case may not take longer than the whole command, which has "
                          f"{limit:g} s on {target.label}", hint="raise the target's timeout, or use --detach", rule="timeouts-nest")
+    if ctx.params.get("output") is not None:
+        raise UsageError("-o would name a file on the other machine; the table comes back in the run's folder, as table.yaml",
+                         rule="remote-output")
     inner.builds = builds_of(name, ctx)
     return inner
 
@@ -108,6 +111,14 @@ def builds_of(name: str, ctx: click.Context) -> list[BuildRequest]:
         from megamoe_cli.cli.bench_cmd import requests_of as bench_requests
 
         found = bench_requests(params)
+    elif name == "tune" and not (params["resume"] or params["plan_only"] or params["static"] or params["fake"]):
+        from megamoe_cli.cli.tune_cmd import request_of as tune_request
+        from megamoe_cli.tuning.run import make_plan
+        from megamoe_cli.tuning.space import kernels_of
+
+        plan, _ = make_plan(tune_request(params))
+        configs = kernels_of([*plan.candidates, *(choice for _, choice in plan.incumbents)])
+        found = [BuildRequest("combine", config, "sm_90a", plan.shape, plan.ranks) for config in configs]
     elif name == "ci":
         from megamoe_cli.ci import Plan
 

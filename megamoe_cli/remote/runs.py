@@ -44,6 +44,7 @@ class Visit:
     steps: list[Step] = field(default_factory=list)
     has_gpu: bool = False
     cubins: list[dict[str, Any]] = field(default_factory=list)
+    end: dict[str, Any] = field(default_factory=dict)  # how the fetched job ended, as its agent wrote it
 
     # ---- before ----
 
@@ -118,18 +119,22 @@ class Visit:
         self.say(f"{self.target.label}: {len(sent)} changed files sent" if sent else f"{self.target.label}: up to date")
         return sent
 
-    def prebuild(self, requests: Sequence[BuildRequest], jobs: int | None = None) -> None:
-        """Compiles here what the far side will ask for, and sends it. BuildFailed before anything runs there."""
+    def prebuild(self, requests: Sequence[BuildRequest], jobs: int | None = None, some_may_fail: bool = False) -> None:
+        """Compiles here what the far side will ask for, and sends it. BuildFailed before anything runs there; of a
+        search's candidates (``some_may_fail``) those that do not build are left out, and refused there too."""
         if not requests or self.remote_compiler:
             return
         from megamoe_cli.compile import prebuilt
         from megamoe_cli.compile.driver import build_many, prepare
 
         start = time.monotonic()
-        kernels = [outcome.result() for outcome in build_many(list(requests), jobs)]
+        outcomes = build_many(list(requests), jobs)
+        if some_may_fail and any(outcome.error is None for outcome in outcomes):
+            outcomes = [outcome for outcome in outcomes if outcome.error is None]
+        kernels = [outcome.result() for outcome in outcomes]
         self.cubins = [prebuilt.describe(kernel.manifest) for kernel in kernels]
         with tempfile.TemporaryDirectory(prefix="megamoe-cubins-") as folder:
-            prebuilt.export([(prepare(r), k) for r, k in zip(requests, kernels)], Path(folder))
+            prebuilt.export([(prepare(outcome.request), outcome.result()) for outcome in outcomes], Path(folder))
             step = self._call("send cubins", commands.sync_prebuilt(self.target, Path(folder)), _COPY_S)
         if step.exit_code != 0:
             raise explain_rsync(self.target, step)
@@ -143,7 +148,7 @@ class Visit:
         env = commands.environment(self.target, remote_compiler=self.remote_compiler, more=more)
         words = inner.words(self.target, detached=detach)
         return commands.job(self.target, job, words, env, what=inner.what, wait_s=self.wait_s, detach=detach,
-                            lock=inner.name not in NO_GPU)
+                            lock=inner.name not in NO_GPU, results=commands.TUNE_RESULTS if inner.name == "tune" else "")
 
     def run(self, job: str, command: list[str]) -> int:
         """Runs it in the foreground; returns the exit code of the far command.
@@ -230,9 +235,9 @@ class Visit:
     def fetch(self, job: str, inner: Inner | None, results_dir: Path) -> list[Path]:
         """Brings the job's records here. Returns the run folders, each with ``remote.json`` (the host's provenance)."""
         with tempfile.TemporaryDirectory(prefix="megamoe-fetch-") as temporary:
-            step = self._call("fetch", commands.fetch(self.target, job, Path(temporary)), _COPY_S)
-            if step.exit_code != 0:
-                raise explain_rsync(self.target, step)
+            self._bring(f"jobs/{job}", Path(temporary))
+            if "-tune-" in job:
+                self._bring(commands.TUNE_RESULTS, Path(temporary) / "results")
             folders = [p for p in sorted((Path(temporary) / "results").glob("*")) if p.is_dir()]
             document = self.document(job, Path(temporary))
             moved = []
@@ -251,13 +256,19 @@ class Visit:
                 self.warn(f"no JUnit file came back for {inner.junit}")
         return moved
 
+    def _bring(self, what: str, folder: Path) -> None:
+        step = self._call("fetch", commands.fetch(self.target, what, folder), _COPY_S)
+        if step.exit_code != 0:
+            raise explain_rsync(self.target, step)
+
     def document(self, job: str, folder: Path) -> dict[str, Any]:
         """Where the results come from: target, machine, how the job ended, who built the cubins, every command line."""
         far = _load(folder / "job.json") or {}
+        self.end = _load(folder / "end.json") or {}
         target = self.target
         return {"schema": SCHEMA, "job": job, "target": target.name, "host": target.host, "container": target.container or None,
                 "gpus": target.gpus, "limits": vars(target.limits()), "machine": far.get("facts"), "command": far.get("command"),
-                "end": _load(folder / "end.json"), "cubins": self.cubins, "steps": [step.to_dict() for step in self.steps]}
+                "end": self.end, "cubins": self.cubins, "steps": [step.to_dict() for step in self.steps]}
 
     def _call(self, what: str, command: list[str], timeout_s: float, cwd: Path | None = None) -> Step:
         return call(what, command, timeout_s=timeout_s, cwd=cwd, on_start=self.steps.append)

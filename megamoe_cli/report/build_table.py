@@ -12,22 +12,41 @@ if TYPE_CHECKING:
 
 def print_build(app: App, outcomes: list[Outcome], seconds: float) -> None:
     """One row per variant. Registers and spills are the compiler's, planned registers the configuration's."""
-    from rich.table import Table
+    from megamoe_cli.report.tables import print_fitting
 
     built = [o.kernel for o in outcomes if o.kernel]
     title = f"{built[0].config.name()} ({built[0].manifest['compiler']})" if built else None
-    table = Table(title=title, title_justify="left", title_style="")
-    for name, justify in (("target", "left"), ("phase", "left"), ("registers", "right"), ("spills B", "right"), ("planned registers", "left"),
-                          ("stack B", "right"), ("shared B", "right"), ("seconds", "right"), ("cache", "left"), ("state", "left")):
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
-    for outcome in outcomes:
-        table.add_row(*_cells(outcome))
-    app.console().print(table)
+    print_fitting(app.console(), _table(outcomes, title, narrow=False), _table(outcomes, title, narrow=True))
     for outcome in outcomes:
         if outcome.kernel:
             _print_notes(app, outcome)
     hits = sum(kernel.hit for kernel in built)
     app.say(f"{len(built)} of {len(outcomes)} built in {seconds:.2f} s ({hits} from the cache)")
+
+
+_COLUMNS = (("target", "left"), ("phase", "left"), ("registers", "right"), ("spills B", "right"), ("planned registers", "left"),
+            ("stack B", "right"), ("shared B", "right"), ("seconds", "right"), ("cache", "left"), ("state", "left"))  # fmt: skip
+_SHORT = {"registers": "regs", "spills B": "spills", "stack B": "stack", "shared B": "shared"}  # bytes, as the wide table says
+
+
+def _table(outcomes: list[Outcome], title: str | None, narrow: bool) -> Any:
+    """``narrow``: fits 80 columns; the planned registers, which are the configuration's, go below it."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="", box=box.SIMPLE_HEAD if narrow else box.HEAVY_HEAD,
+                  pad_edge=not narrow, caption_justify="left", caption_style="")  # fmt: skip
+    shown = [(n, c) for n, c in enumerate(_COLUMNS) if not (narrow and c[0] == "planned registers")]
+    for _, (name, justify) in shown:
+        table.add_column(_SHORT.get(name, name) if narrow else name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    plans = []
+    for outcome in outcomes:
+        cells = _cells(outcome)
+        plans.append(cells[4])
+        table.add_row(*(cells[n] for n, _ in shown))
+    if narrow:
+        table.caption = "planned registers: " + "; ".join(dict.fromkeys(plan for plan in plans if plan != "-"))
+    return table
 
 
 def _cells(outcome: Outcome) -> list[str]:

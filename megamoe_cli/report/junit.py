@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megamoe_cli.errors import UsageError
 from megamoe_cli.protocol import CaseResult
 from megamoe_cli.report.tables import describe_failure
 from megamoe_cli.testplan import Case
@@ -67,6 +68,17 @@ def junit_xml(cases: Sequence[Case], results: Sequence[CaseResult], name: str = 
     root.set("time", f"{seconds:.3f}")
     ET.indent(root)
     return '<?xml version="1.0" encoding="utf-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"
+
+
+def check_writable(path: Path, option: str) -> None:
+    """Before anything starts: can ``write_text`` write ``path``? UsageError that names the option."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        os.close(handle)
+        os.unlink(temporary)
+    except OSError as error:
+        raise UsageError(f"{option}: {path} cannot be written: {error.strerror}") from None
 
 
 def write_text(path: Path, text: str) -> None:

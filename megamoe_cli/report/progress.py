@@ -43,6 +43,13 @@ class Progress:
         if self.live is None and self.app.verbosity > 0:
             self.app.say(f"{case_id}: {stage}")
 
+    def note(self, text: str) -> None:
+        """A message that must be seen at once, also with -q."""
+        if self.live is not None:
+            self.console.print(text, markup=False)
+        else:
+            self.app.warn(text)
+
     def result(self, result: CaseResult) -> None:
         """A case ended: one line, and for one that did not pass everything needed to look into it."""
         self.done += 1

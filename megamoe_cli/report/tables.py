@@ -104,14 +104,35 @@ def _worst_of(results: Sequence[CaseResult]) -> str:
     return worst_metric(merged)
 
 
-def render_table(rows: Sequence[Mapping[str, str]]) -> Any:
+COLUMNS = ("phase", "case", "result", "where", "regs", "worst error", "seconds")
+NARROW = ("phase", "case", "result", "seconds")  # the closing line says where; the rest is in the record
+
+
+def print_fitting(console: Any, *tables: Any) -> None:
+    """Prints the first table that fits the console, else the last one at its full width: the terminal then wraps its
+    lines, and what stands in a cell can still be copied."""
+    from rich.measure import Measurement
+
+    for table in tables:
+        width = Measurement.get(console, console.options.update(max_width=10_000), table).maximum
+        if width <= console.width:
+            break
+    console.width = max(console.width, width)
+    console.print(table)
+
+
+def print_rows(console: Any, rows: Sequence[Mapping[str, str]]) -> None:
+    print_fitting(console, render_table(rows), render_table(rows, NARROW))
+
+
+def render_table(rows: Sequence[Mapping[str, str]], columns: Sequence[str] = COLUMNS) -> Any:
     """A rich table of ``table_rows`` or ``phase_rows``; a phase's name is printed once."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("phase", "case", "result", "where", "regs", "worst error", "seconds"):
+    for column in columns:
         table.add_column(column, justify="right" if column in ("regs", "seconds") else "left",
                          overflow="fold", no_wrap=column in ("phase", "result", "seconds"))
     previous = None
@@ -119,8 +140,7 @@ def render_table(rows: Sequence[Mapping[str, str]]) -> Any:
         if previous is not None and row["phase"] != previous:
             table.add_section()
         cells = [Text(row["phase"] if row["phase"] != previous else "", style="bold")]
-        cells += [Text(row["case"]), Text(row["result"], style=_STYLE.get(row["result"], ""))]
-        cells += [Text(row[column]) for column in ("where", "regs", "worst error", "seconds")]
+        cells += [Text(row[column], style=_STYLE.get(row["result"], "") if column == "result" else "") for column in columns[1:]]
         table.add_row(*cells)
         previous = row["phase"]
     return table

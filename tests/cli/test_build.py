@@ -18,7 +18,7 @@ PHASES = ["stub", "dispatch", "l1", "l2", "combine"]
 def megamoe(*arguments, cache, **env):
     clean = {k: v for k, v in os.environ.items() if not k.startswith("MEGAMOE_")}
     return subprocess.run([sys.executable, "-m", "megamoe_cli", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=150,
-                          env={**clean, "MEGAMOE_CACHE_DIR": str(cache), "NO_COLOR": "1", **env})
+                          env={**clean, "MEGAMOE_CACHE_DIR": str(cache), "MEGAMOE_TABLE": "none", "NO_COLOR": "1", **env})
 
 
 @pytest.fixture(scope="module")

@@ -217,7 +217,8 @@ def test_a_fresh_clone(tmp_path: Path) -> None:
     logged = megamoe("log", "--phase", "stub", "--ranks", "1", "--request", "one more line")
     assert logged.returncode == 0, logged.stderr
     text = (clone / "docs" / "log.md").read_text()
-    assert f"`{git('rev-parse', 'HEAD')[:10]}` Stub: one more line; kernel sources `{paths.kernel_source_digest()}`" in text
+    digest = megamoe("--version").stdout.split()[-1].rstrip(")")
+    assert f"`{git('rev-parse', 'HEAD')[:10]}` Stub: one more line; kernel sources `{digest}`" in text
     assert f"since `{git('rev-parse', 'HEAD~1')[:10]}`" in text and "- phases: 1 files, +1 -0" in text and "- phases/stub.py (+1 -0)" in text
     assert "| here | `megamoe test --ranks 1 --phase stub --tokens 8 --backend emulator` | passed (0) |" in text
     assert "| stub | 1 | 8 | 128 | emulator(1 rank x 2 CTAs) | 1 of 1 |" in text

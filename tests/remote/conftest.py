@@ -96,6 +96,9 @@ class Far:
                   if p.name.isdigit() and int(p.name) not in mine and any(sign in _cmdline(p) for sign in signs)]
         return token_pids(token_of(str(self.state))) + others
 
+    def command_lines(self) -> list[bytes]:
+        return [_cmdline(Path(f"/proc/{pid}")) for pid in self.processes()]
+
     def assert_nothing_left(self, within: float = 0.0, but: bytes = b"nothing") -> None:
         """``but``: how command lines of processes begin that may be there."""
         def find() -> list[int]:

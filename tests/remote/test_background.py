@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
 import time
-from pathlib import Path
 
 from tests.remote.conftest import STUB, Far, runs_in, wait_for
 
@@ -27,7 +28,7 @@ def test_background_job(far: Far) -> None:
     assert second.code == 3 and f"job {job} of this checkout still runs" in second.err and "remote attach" in second.err
     assert far.run("reap").out.startswith("far: nothing was left"), "it is not a leftover"
     following = far.start("attach")
-    wait_for(lambda: any("follow" in Path(f"/proc/{p}/cmdline").read_bytes().decode() for p in far.processes()))
+    wait_for(lambda: any(b" follow " in line for line in far.command_lines()))
     go.touch()
     out, err = following.communicate(timeout=60)
     assert (following.returncode, out) == (6, "begun\nover\n"), err
@@ -39,7 +40,7 @@ def test_letting_go_of_a_background_job_and_cancelling_it(far: Far) -> None:
     far.fake_python(far.stubborn())
     job = far.run("--detach", *STUB).out.strip()
     following = far.start("attach", job)
-    wait_for(lambda: any("follow" in Path(f"/proc/{p}/cmdline").read_bytes().decode() for p in far.processes()))
+    wait_for(lambda: any(b" follow " in line for line in far.command_lines()))
     time.sleep(0.3)
     following.send_signal(signal.SIGINT)
     _, err = following.communicate(timeout=60)
@@ -70,3 +71,23 @@ def test_a_search_in_the_background_can_be_continued(far: Far) -> None:
     assert far.run("tune", "--static", "--shape", "tiny").code == 6, "started, followed, fetched"
     assert far.run("tune", "--resume", "last").code == 6
     assert (far.home / "results" / "r1" / "calls").read_text() == "tune --static --shape tiny\ntune --resume last\n"
+
+
+def test_a_shell_in_a_terminal(far: Far) -> None:
+    """What one leaves running in it is ended with it."""
+    ours, theirs = os.openpty()
+    shell = subprocess.Popen(far.command("shell"), env={**far.variables(), "SHELL": "/bin/sh", "TERM": "dumb"}, cwd=far.home, stdin=theirs,
+                             stdout=theirs, stderr=theirs, start_new_session=True)  # fmt: skip
+    far.clients.append(shell)
+    os.close(theirs)
+    os.write(ours, f"pwd; (trap '' HUP; sleep {far.nap}1 >/dev/null 2>&1 &); sleep {far.nap}2 >/dev/null 2>&1 & exit\n".encode())
+    heard = b""
+    while shell.poll() is None:
+        try:
+            heard += os.read(ours, 4096)
+        except OSError:  # the terminal is gone
+            break
+    os.close(ours)
+    assert shell.wait(30) == 0
+    assert f"{far.state}/tree".encode() in heard
+    far.assert_nothing_left()

@@ -4,14 +4,14 @@ and nothing of ours stays there."""
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from megamoe_cli import paths
 from megamoe_cli.remote.commands import client_name
-from tests.remote.conftest import STUB, Far, error_of, make_box, record_of_end
+from tests.remote.conftest import STUB, Far, error_of, make_box, record_of_end, runs_in
 
 
 def test_time_is_up(far: Far) -> None:
@@ -25,16 +25,29 @@ def test_time_is_up(far: Far) -> None:
     far.assert_nothing_left()
 
 
-def test_time_is_up_and_the_innermost_fault_is_shown(far: Far) -> None:
-    """A case that hangs is found by the limit inside the command's; the record and the screen name it."""
-    far.settings |= {"timeout": 24, "env": {"MEGAMOE_CACHE_DIR": os.environ.get("MEGAMOE_CACHE_DIR", "")} if "MEGAMOE_CACHE_DIR" in os.environ else {}}
-    answer = far.run("test", "--ranks", "1", "--phase", "combine", "--shape", "flash", "--tokens", "600", "--backend", "emulator",
-                     "--timeout", "2")  # fmt: skip
-    assert answer.code in (1, 124), answer.err
-    assert "no answer within 2 s" in answer.out and "hang" in answer.out
-    (folder,) = [p for p in (far.home / "results").iterdir() if p.is_dir()]
+def test_the_innermost_fault_is_shown(far: Far) -> None:
+    """A case that hangs is found by its own limit, inside the command's; the record and the screen name it."""
+    far.settings |= {"timeout": 150, "env": {"MEGAMOE_CACHE_DIR": str(paths.cache_dir())}}
+    answer = far.run("test", "--ranks", "1", "--phase", "combine", "--tokens", "20000", "--backend", "emulator", "--timeout", "1")
+    assert answer.code == 124, answer.err
+    assert "no answer within 1 s" in answer.out
+    assert "far: something inside the command timed out; innermost: combine-r1-tiny-t20000-m128-uniform-s0: hang: no answer within 1 s" in answer.err
+    (folder,) = runs_in(far)
     kept = json.loads((folder / "results.json").read_text())
     assert kept["results"][0]["status"] == "hang"
+    far.assert_nothing_left()
+
+
+def test_time_is_up_after_a_fault(far: Far) -> None:
+    """Both: the command's time is over, and its record knows why it took so long."""
+    far.settings["timeout"] = 10
+    result = {"id": "l1-r8", "status": "fault", "message": "x", "fault": {"text": "rank 3 waited 5 s for rank 1's counts"}}
+    far.fake_python(f"mkdir \"$MEGAMOE_RESULTS_DIR/r\"; cat > \"$MEGAMOE_RESULTS_DIR/r/results.json\" <<'END'\n"
+                    f"{json.dumps({'id': 'r', 'results': [result]})}\nEND\nsleep {far.nap}1")
+    answer = far.run(*STUB)
+    assert answer.code == 124
+    assert error_of(answer.err) == ("error: far: the 4 s of the command are over; innermost: l1-r8: fault: rank 3 waited 5 s for rank 1's "
+                                    "counts")
     far.assert_nothing_left()
 
 
@@ -99,7 +112,7 @@ def test_names_that_shells_stumble_over(far: Far, name: str) -> None:
     far.fake_python('printf "%s|" "$@"; echo')
     answer = far.run(*STUB, "-k", "a 'b' \"c\" $(touch x) ü")
     assert answer.code == 0, answer.err
-    assert answer.out == "-m|megamoe_cli|test|--ranks|1|--phase|stub|--backend|emulator|-k|a 'b' \"c\" $(touch x) ü|--timeout|20|\n"
+    assert answer.out == "-m|megamoe_cli|test|--ranks|1|--phase|stub|--tokens|8|--backend|emulator|-k|a 'b' \"c\" $(touch x) ü|--timeout|20|\n"
     assert (far.path / client_name() / "tree" / "kernels").is_dir()
     assert sorted(p.name for p in far.path.iterdir()) == [".megamoe-remote", client_name()]
 

@@ -72,6 +72,13 @@ def test_a_configuration_named_by_hand_must_be_legal() -> None:
     assert resolved(extra, SHAPE, 1) in expand(Space("s", {}), SHAPE, 1, 132, [extra]).candidates
 
 
+def test_axes_that_are_left_out_keep_their_default() -> None:
+    (choice,) = expand(Space("s", {"block_m": (64,)}), SHAPE, 1, 132).candidates
+    assert choice == resolved(Choice(KernelConfig(block_m=64)), SHAPE, 1)
+    (choice,) = expand(Space("s", {"lag": (9,)}), SHAPE, 1, 132).candidates
+    assert choice == resolved(Choice(KernelConfig(lag=9)), SHAPE, 1)
+
+
 def test_virtual_ranks_bound_the_grid() -> None:
     assert expand(Space("s", {"ctas": (16, 17)}), replace(SHAPE, experts=256), 8, 132).refused == {"co-residency": 1}
 

@@ -10,15 +10,24 @@ import yaml
 from megamoe_cli.config import KernelConfig
 from megamoe_cli.tuning.table_check import check_file, load_usable
 from megamoe_cli.tuning.table_merge import diff
-from tests.tuning.rig import SPACE
+from tests.tuning.rig import SPACE, Rig
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """One finished run for the tests that only look at it: (rig, what it said)."""
+    made = Rig(tmp_path_factory.mktemp("done") / "rig")
+    answer = made.run(made.fresh())
+    yield made, answer
+    assert made.alive() == [], "left behind"
 
 
 def names(rig) -> dict[int, str]:
     return dict(rig.picks())
 
 
-def test_it_finds_the_planted_winners_and_their_crossover(rig) -> None:
-    answer = rig.run(rig.fresh())
+def test_it_finds_the_planted_winners_and_their_crossover(done) -> None:
+    rig, answer = done
     assert answer.code == 0, answer.err
     found = names(rig)
     assert all("m32" in found[t] and "lag8" in found[t] for t in (4, 16, 64)), found
@@ -45,8 +54,8 @@ def test_without_a_winner_the_incumbent_stays(rig) -> None:
     assert "better" not in {row.verdict for row in check_file(rig.table)[0].evidence}
 
 
-def test_every_number_has_its_evidence(rig) -> None:
-    rig.run(rig.fresh())
+def test_every_number_has_its_evidence(done) -> None:
+    rig, _ = done
     trials = rig.trials()
     summary = json.loads((rig.run_folder / "summary.json").read_text())
     accounts = summary["accounts"]
@@ -69,7 +78,6 @@ def test_every_number_has_its_evidence(rig) -> None:
 
 
 def test_the_default_is_a_candidate_and_is_measured_at_every_size(rig) -> None:
-    rig.write("schema: megamoe.space/1\nspaces:\n  default: {block_m: [32], lag: [8]}\n")
     args = rig.fresh()
     (rig.folder / "space.yaml").write_text("schema: megamoe.space/1\nspaces:\n  default: {block_m: [32], lag: [8]}\n")
     rig.run(args)
@@ -78,10 +86,8 @@ def test_the_default_is_a_candidate_and_is_measured_at_every_size(rig) -> None:
     assert finals == {4, 16, 64, 256}
 
 
-def test_tuning_twice_gives_the_same_picks_or_says_same(rig, tmp_path) -> None:
-    from tests.tuning.rig import Rig
-
-    rig.run(rig.fresh())
+def test_tuning_twice_gives_the_same_picks_or_says_same(done, tmp_path) -> None:
+    rig, _ = done
     other = Rig(tmp_path / "other", script={**rig.script, "seed": 99})
     args = other.fresh()
     args[args.index("--seed") + 1] = "2"
@@ -106,8 +112,6 @@ def test_adding_a_configuration_to_a_finished_run_measures_that_one(rig) -> None
 
 
 def test_grid_measures_all_and_halving_fewer(rig, tmp_path) -> None:
-    from tests.tuning.rig import Rig
-
     grid = Rig(tmp_path / "grid", extra=("--strategy", "grid"))
     big = "schema: megamoe.space/1\nspaces:\n  default: {block_m: [32, 64, 128], lag: [2, 4, 8, 16, 24, 48]}\n"
 
@@ -161,11 +165,13 @@ def test_budget_gives_the_best_so_far_and_says_partial(rig) -> None:
     # The ends come first, so that even a short run spans all sizes.
     assert [t["tokens"] for t in rig.trials() if t["stage"] == "noise"][:2] == [4, 256]
     rig.extra = ()
+    rig.script["sleep_s"] = 0
+    rig.write()
     assert rig.run(rig.again()).code == 0 and not check_file(rig.table)[0].partial
 
 
-def test_fit_only_measures_nothing(rig) -> None:
-    rig.run(rig.fresh())
+def test_fit_only_measures_nothing(done) -> None:
+    rig, _ = done
     before, table = rig.lines(), yaml.safe_load(rig.table.read_text())
     rig.table.unlink()
     assert rig.run(rig.again("--fit-only")).code == 0
@@ -173,13 +179,14 @@ def test_fit_only_measures_nothing(rig) -> None:
     assert rig.lines() == before and again["ranges"] == table["ranges"] and again["evidence"] == table["evidence"]
 
 
-def test_json_is_one_document(rig) -> None:
-    document = rig.run([*rig.fresh(), "--json"]).json
+def test_json_is_one_document(done) -> None:
+    rig, _ = done
+    document = rig.run([*rig.again(), "--json"]).json
     assert document["schema"] == "megamoe.tune/1" and document["exit_code"] == 0 and document["summary"]["validation"]["holdout"] > 0
 
 
-def test_off_a_terminal_there_are_plain_lines(rig) -> None:
-    answer = rig.run(rig.fresh())
+def test_off_a_terminal_there_are_plain_lines(done) -> None:
+    rig, answer = done
     assert "noise of the incumbent" in answer.err and "confirmation in a fresh process" in answer.err and "\x1b" not in answer.err
     assert rig.run([*rig.again(), "-q"]).err.count("\n") <= 2
 
@@ -192,6 +199,29 @@ def test_tpe_proposes_and_the_journal_remembers(rig) -> None:
     before = len(rig.lines())
     rig.extra = ()
     assert rig.run(rig.again()).code == 0 and len(rig.lines()) == before
+
+
+def test_tpe_asks_and_tells(rig, megamoe, monkeypatch) -> None:
+    """Without optuna itself: what it proposes is measured once, failures are told as failures, the default comes first."""
+    import sys
+
+    from tests.tuning import stand_in_optuna
+
+    monkeypatch.setitem(sys.modules, "optuna", stand_in_optuna)
+    stand_in_optuna.STUDIES.clear()
+    rig.sizes = "16"
+    rig.script["faults"] = [{"match": {"block_m": 64, "lag": 16}, "stage": "tpe", "kind": "wrong"}]
+    rig.extra = ("--strategy", "tpe")
+    assert megamoe(*rig.fresh()).code == 0
+    (study,) = stand_in_optuna.STUDIES
+    asked = [t for t in rig.trials() if t["stage"] == "tpe"]
+    assert len({t["key"] for t in asked}) == len(asked) and asked[0]["a"]["block_m"] == KernelConfig().block_m
+    assert [value for params, value in study.told if (params["block_m"], params["lag"]) == (64, 16)][:1] in ([], [None])
+    assert any(value is None for _, value in study.told) and any(value is not None for _, value in study.told)
+    assert "m32" in names(rig)[16] and "lag8" in names(rig)[16]
+    before = len(rig.lines())
+    rig.extra = ()
+    assert megamoe(*rig.again()).code == 0 and len(rig.lines()) == before, "asking again costs nothing"
 
 
 def test_tpe_without_optuna_says_what_to_install(megamoe, monkeypatch, rig) -> None:

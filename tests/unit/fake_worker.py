@@ -76,6 +76,9 @@ def main():
             time.sleep(todo["seconds"])
             say(id=case["id"], stage="run")
             time.sleep(todo.get("run", 0))
+        elif do == "stage":
+            say(id=case["id"], stage=todo["stage"])
+            time.sleep(todo["seconds"])
         elif do == "respawn":
             say(id=case["id"], status="fault", respawn=True)
             time.sleep(300)

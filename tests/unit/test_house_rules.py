@@ -158,7 +158,7 @@ def test_required_imports_are_dependencies() -> None:
     import sys
 
     project = load_pyproject()["project"]
-    wanted = " ".join([*project["dependencies"], *project["optional-dependencies"]["gpu"]])
+    wanted = " ".join([*project["dependencies"], *(item for name in ("gpu", "tune") for item in project["optional-dependencies"][name])])
     # import name -> distribution, where they differ
     provided = {"yaml": "pyyaml", "cupy": "cupy-cuda13x", "cuda": "cuda-bindings", "pynvml": "nvidia-ml-py", "nvidia": "nvidia-cuda-nvrtc"}
     standard_from_311 = {"tomllib"}

@@ -170,7 +170,7 @@ def test_what_a_backend_raises_becomes_a_result(error, status, code, respawn):
     ({"clamp": -1.0}, "clamp"),
     ({"options": {"snapshot": "lst"}}, "nearest: last"),
     ({"options": {"wait_s": -1}}, "must be positive"),
-    ({"options": {"raw": 1}}, "must be bool"),
+    ({"options": {"raw": 1}}, "must be true or false"),
     ({"options": {"colour": "red"}}, "does not know an option"),
     ({"case": "S99"}, "unknown case 'S99'"),
     ({"case": "S12"}, "launches nothing"),

@@ -124,7 +124,7 @@ def test_endless_garbage_is_a_hang(go):
 
 def test_a_line_without_end_is_a_crash(go, monkeypatch):
     monkeypatch.setattr(supervisor.protocol, "MAX_LINE", 1 << 16)
-    results = go([case("a", "endless"), case("b", big=1 << 20)])
+    results = go([case("a", "endless"), case("b", big=1 << 15)])
     assert statuses(results) == [("a", "crash"), ("b", "pass")] and "a line of more than" in results[0].message
 
 
@@ -276,3 +276,27 @@ def test_imports_neither_torch_nor_cupy():
     code = "import sys, megamoe_cli.supervisor; print([m for m in ('torch', 'cupy', 'numpy') if m in sys.modules])"
     env = dict(os.environ, PYTHONPATH=str(Path(supervisor.__file__).parents[1]))
     assert subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True).stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("stage", ["check", "inputs"])
+def test_slow_work_of_the_host_is_no_hang_of_the_kernel(go, stage):
+    quick, slow = case("a", "stage", stage=stage, seconds=1.0), case("b", "stage", stage=stage, seconds=60)
+    results = go([quick], timeout_s=0.5, host_timeout_s=30.0)
+    assert statuses(results) == [("a", "pass")], "it has a limit of its own"
+    (result,) = go([slow], timeout_s=0.5, host_timeout_s=1.0)
+    assert (result.status, result.exit_code) == ("error", 124)
+    assert f"within 1 s during {stage}" in result.message and "raise --timeout above 1" in result.message
+    (result,) = go([case("c", "stage", stage="run", seconds=60)], timeout_s=0.5, host_timeout_s=30.0)
+    assert result.status == "hang"
+
+
+def test_the_first_ctrl_c_says_what_happens_now(go, capfd):
+    said = []
+
+    def stage(_id, _name):
+        if not said:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    results = go([case("a", "stage", stage="run", seconds=1.0), case("b")], on_stage=stage, on_interrupt=said.append)
+    assert statuses(results) == [("a", "pass")] and results.interrupted == signal.SIGINT
+    assert said == ["interrupted: finishing running cases; Ctrl-C again to stop at once"]

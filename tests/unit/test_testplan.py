@@ -195,7 +195,7 @@ def test_the_command_of_a_case_is_that_case(data) -> None:
 
 def cases_of(words: list[str]) -> list[testplan.Case]:
     with test_cmd.test_command.make_context("test", words) as ctx:
-        return test_cmd._cases(ctx, ctx.params)
+        return test_cmd.selected_cases(ctx, ctx.params)
 
 
 def test_the_command_of_a_named_case_is_that_case() -> None:

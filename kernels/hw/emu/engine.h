@@ -77,6 +77,9 @@ struct Thread {
     BulkGroup* bulk_open = nullptr;
     Clock clock;            // what happened before, its own work apart
     u32 epoch = 0;          // of its own work; lanes of a warp count apart, from a common start
+    const void* unordered = nullptr;  // word of the last relaxed load, if that was not ordered after the write it saw
+    Where unordered_at;
+    std::string unordered_text;
     u32 fenced[2] = {};     // own work up to here passed a proxy fence: shared, global
     FenceState fences;
 };
@@ -291,6 +294,7 @@ struct Engine {
     u64 rng_ = 1;
     u64 seen_progress_ = 0;
     u32 quiet_ = 0, jumps_ = 0;
+    u64 next_start_ = ~0ull;   // when a rank that is held back may start
     u64 first_jump_ns_ = 1'000'000'000, jump_ns_ = first_jump_ns_;
     bool deadlock_reported_ = false, streams_dirty_ = true;
     std::vector<u64> pct_points_;
@@ -330,9 +334,12 @@ struct RunEnded {};
 
 inline Cta& cta_of(const Thread& t) { return *t.warp->cta; }
 inline Thread* g_thread_or_issuer() { return g_thread != nullptr ? g_thread : g_issuer; }
-// Start of every operation: clears the spin detector unless the operation is a poll itself.
-inline Thread& enter(bool poll = false) {
+void report_unordered_load(Thread& t);
+// Start of every operation: clears the spin detector unless the operation is a poll itself. `again` is the word an
+// ordered load looks at.
+inline Thread& enter(bool poll = false, const void* again = nullptr) {
     Thread& t = *g_thread;
+    if (t.unordered != nullptr && t.unordered != again) report_unordered_load(t);
     if (!poll) t.num_polls = 0;
     return t;
 }

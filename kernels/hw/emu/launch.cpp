@@ -108,7 +108,12 @@ bool Engine::advance_streams() {
         moved = true;
         if (options.schedule != Schedule::kFifo) break;  // ranks drift apart
     }
-    if (!moved) streams_dirty_ = false;
+    if (!moved) {
+        streams_dirty_ = false;
+        next_start_ = ~0ull;
+        for (const Stream& s : streams)
+            if (!s.stopped && !s.launch && s.next < s.ops.size()) next_start_ = std::min(next_start_, s.start_delay);
+    }
     return moved;
 }
 

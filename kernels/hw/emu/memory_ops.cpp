@@ -45,11 +45,12 @@ void weak_store_vec4(void* p, Vec4 v, bool shared, const char* file, int line) {
 // Reading the same words again and finding the same values means the thread spins: it sleeps until one changes.
 u32 ordered_load(const u32* p, Order order, Scope scope, const char* file, int line) {
     Engine& e = *g_engine;
-    Thread& t = enter(true);
+    Thread& t = enter(true, p);
     const Where where = MM_HERE;
     spin_guard(t, where);
     e.maybe_preempt(t, 4);
     check_access(p, 4, 4, false, Access::kOrdered, scope, where);
+    const bool polling = t.num_polls != 0;  // another look inside a wait loop, such as at an abort word
     u32 v = *p;
     u32 i = 0;
     while (i < t.num_polls && t.polls[i].address != p) ++i;
@@ -65,6 +66,7 @@ u32 ordered_load(const u32* p, Order order, Scope scope, const char* file, int l
         t.num_polls = i + 1;
     }
     hb_load(t, p, order == Order::kAcquire, scope);
+    if (e.options.races && order == Order::kRelaxed && !polling) note_unordered_load(t, p, where);
     return v;
 }
 
@@ -101,6 +103,7 @@ u32 atomic(u32* p, Rmw op, u32 a, u32 b, Order order, Scope scope, const char* f
 }
 
 void fence_acq_rel(Scope scope) {
+    g_thread->unordered = nullptr;  // an acquire pattern: relaxed load, then fence
     Thread& t = enter(true);
     hb_fence(t, scope);
 }

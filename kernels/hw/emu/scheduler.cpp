@@ -325,6 +325,10 @@ void Engine::loop() {
     u32 ticks = 0;
     while (!ending) {
         if ((++ticks & 255u) == 0 && over_limit()) break;
+        if (clock >= next_start_) {
+            streams_dirty_ = true;
+            next_start_ = ~0ull;
+        }
         if (streams_dirty_ && (ready_.empty() || fifo || random(8) == 0) && advance_streams()) continue;
         if (!ready_.empty()) {
             if (options.completion == Completion::kRandom && !pending_.empty() && random(4) == 0) step_async();

@@ -184,6 +184,24 @@ void shadow_access(Thread& t, const void* p, u32 bytes, bool write, Access kind,
     touch_range(Actor{t.clock, t.warp->agent, 1u << t.lane, t.epoch, false, strong, scope, where}, p, bytes, write);
 }
 
+void note_unordered_load(Thread& t, const void* p, const Where& where) {
+    u64 room = 0;
+    const ShadowCell* cell = shadow_cells(p, room);
+    t.unordered = nullptr;
+    if (cell == nullptr || cell->write.mask == 0) return;
+    const Actor a{t.clock, t.warp->agent, 1u << t.lane, t.epoch, false, true, Scope::kSys, where};
+    if (a.after(cell->write)) return;
+    t.unordered = p;
+    t.unordered_at = where;
+    t.unordered_text = format("relaxed load of %s sees the write by %s%s, but is not ordered after it: it might see an older value", describe_address(p).c_str(),
+                              g_engine->agents.name(cell->write.agent, cell->write.lanes).c_str(), place(cell->write_at).c_str());
+}
+
+void report_unordered_load(Thread& t) {
+    t.unordered = nullptr;
+    g_engine->report("race", t.unordered_at, t.unordered_text, &t);
+}
+
 void shadow_async(const AsyncOp& op, const void* p, u64 bytes, bool write) {
     if (!g_engine->options.races) return;
     touch_range(Actor{op.clock, op.agent, 1, op.epoch, true, false, Scope::kCta, op.where}, p, bytes, write);

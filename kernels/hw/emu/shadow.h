@@ -13,6 +13,9 @@ ShadowCell* shadow_cells(const void* p, u64& room);  // cell of p's word and the
 
 // Race check of an access by a thread through the generic proxy.
 void shadow_access(Thread& t, const void* p, u32 bytes, bool write, Access kind, Scope scope, const Where& where);
+// A relaxed load that sees a write it is not ordered after might as well have seen an older value. That is how a flag
+// is polled; it is reported unless what the thread does next is a fence, or another look at the same word.
+void note_unordered_load(Thread& t, const void* p, const Where& where);
 void shadow_stream(Stream& s, const void* p, u64 bytes, bool write);
 
 }  // namespace megamoe::emu
