@@ -83,6 +83,9 @@ def make_plan(request: Request, library: Library | None = None) -> tuple[Plan, E
     check_shape(request.shape, request.ranks)
     machine = machine_of(request) or replace(STATIC_MACHINE, sms=request.sms or STATIC_MACHINE.sms)
     sizes = sorted(set(request.sizes or default_sizes(request.ranks)))
+    outside = [tokens for tokens in request.holdout if not sizes[0] < tokens < sizes[-1] or tokens in sizes]
+    if outside:
+        raise UsageError(f"--holdout {outside[0]} is not between the tuned sizes {sizes[0]}..{sizes[-1]}, or is one of them", rule="holdout")
     query = Query(request.shape, request.ranks, machine)
     default = resolved(Choice(KernelConfig()), request.shape, request.ranks)
     most = max([*sizes, *request.holdout])
@@ -296,6 +299,8 @@ def install(folder: Path, table: Table, plan: Plan, output: Path | None) -> tupl
     where it is asked for, and a partial one does not replace a complete one."""
     from megamoe_cli.tuning.table_check import load_usable
 
+    if not table.evidence:
+        return None, "nothing was measured"
     if output is None and plan.scripted:
         return None, "a fake device's table answers for no GPU"
     target = output or paths.new_tables_dir() / file_name(plan.query)

@@ -18,7 +18,7 @@ PER_TRIAL_S = 0.02  # judging, protocol, the pair that is not timed
 
 def summarize(plan: Plan, out: Outcome, measurer: Measurer, table: Table, seconds: float) -> dict[str, Any]:
     """The run in numbers: where every generated combination went, what was gained, what is open."""
-    tried = {t for _, _, t in out.records} | {choice for _, choice in plan.incumbents}
+    tried = {choice for _, _, choice in out.records} | {plan.incumbent(tokens) for tokens in out.noise}
     asked = {Choice.from_dict(t.a) for t in measurer.journal.trials.values() if t.stage != "build"}
     failed: dict[str, int] = {}
     for trial in measurer.failed.values():

@@ -96,6 +96,7 @@ def test_whenever_time_ends_what_was_visited_spans_all_sizes() -> None:
     (("--min-gain", "200%"), "--min-gain"), (("--max-slowdown", "x"), "--max-slowdown"), (("--config", "blok_m=1"), "block_m"),
     (("--config", "cluster=2"), "not-implemented"), (("--routing", "unifrm"), "uniform"), (("--rank-of", "7"), "7 equal parts"),
     (("--ranks", "8", "--rank-of", "8"), "--rank-of"), (("--retry-failed",), "--resume"), (("--fit-only",), "--resume"),
+    (("--tokens", "8,64", "--holdout", "65"), "8..64"), (("--tokens", "8,64", "--holdout", "8"), "one of them"),
     (("--strategy", "random"), "halving"), (("--rounds", "2"), "--rounds"),
 ])
 def test_bad_input_is_one_line_and_exit_2(megamoe, tmp_path, args, words) -> None:

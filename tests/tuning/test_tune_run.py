@@ -170,6 +170,20 @@ def test_budget_gives_the_best_so_far_and_says_partial(rig) -> None:
     assert rig.run(rig.again()).code == 0 and not check_file(rig.table)[0].partial
 
 
+def test_a_budget_that_is_over_at_once(rig) -> None:
+    rig.extra = ("--budget", "0.01s")
+    answer = rig.run(rig.fresh())
+    assert answer.code == 6 and rig.trials() == [] and "nothing was measured" in answer.err
+    assert not rig.table.exists() and json.loads((rig.run_folder / "summary.json").read_text())["accounts"]["measured"] == 0
+
+
+def test_one_size_has_nothing_to_hold_out(rig) -> None:
+    rig.sizes = "16"
+    assert rig.run(rig.fresh()).code == 0
+    table, problems = check_file(rig.table)
+    assert table.validation is None and not table.partial and [p for p in problems if p.severity == "error"] == []
+
+
 def test_fit_only_measures_nothing(done) -> None:
     rig, _ = done
     before, table = rig.lines(), yaml.safe_load(rig.table.read_text())
