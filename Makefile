@@ -2,6 +2,9 @@
 # make test   set up, then `megamoe ci` (build; all phases on 1, 2 and 8 ranks), then the whole test suite
 # make ci     set up, then only `megamoe ci`
 # make build  set up, then compile every phase; registers and spills
+# make seeds  200 race-checked seeds of the kernel on the emulator (minutes)
+# make mutants  does the test suite see every fault of tests/mutants? (minutes)
+# make fuzz   random legal cases on the emulator against the oracle; FUZZ_ARGS='--minutes 30 --seed 7'
 # make setup  only set up; cheap when nothing changed
 #
 # Interpreter: MEGAMOE_PYTHON when given; else python3 when it already has torch and CuPy (a CUDA container, no network
@@ -18,6 +21,7 @@ TORCH ?= torch==2.13.0
 PIP_FLAGS ?=
 ARGS ?=
 CI_ARGS ?=
+FUZZ_ARGS ?=
 # pytest processes; more than 8 only fight over the disk
 WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n > 8 ? 8 : n)))
 
@@ -37,7 +41,7 @@ else
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run ci test test-gpu build clean
+.PHONY: help setup run ci test test-gpu build clean seeds mutants fuzz
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
@@ -55,10 +59,20 @@ ci: setup
 	$(PY) -m megamoe_cli ci $(CI_ARGS)
 
 # The suite runs even when ci failed, and last, so that its closing line is what one sees.
-# loadgroup keeps the gpu tests in one process: they share one device
+# loadgroup keeps the gpu tests in one process: they share one device. A test that fails is run once more where the
+# plugin is there, and shown as rerun: many watch real processes against the clock, and 2 cores can be late
 test: setup
 	@code=0; $(PY) -m megamoe_cli ci $(CI_ARGS) || { code=$$?; echo "megamoe ci failed (exit $$code); now the test suite"; }; \
-	$(PY) -m pytest -n $(WORKERS) --dist loadgroup $(ARGS) || code=$$?; exit $$code
+	$(PY) -m pytest -n $(WORKERS) --dist loadgroup $$($(PY) -c 'import pytest_rerunfailures' 2>/dev/null && echo --reruns 1) $(ARGS) || code=$$?; exit $$code
+
+seeds: setup
+	$(PY) -m megamoe_cli test --sanitize --campaign 200 $(ARGS)
+
+mutants: setup
+	$(PY) -m tests.mutants.campaign $(ARGS)
+
+fuzz: setup
+	$(PY) -m megamoe_cli fuzz $(FUZZ_ARGS)
 
 test-gpu: setup
 	$(PY) -m pytest -m gpu $(ARGS)

@@ -28,7 +28,7 @@ if __name__ == "__main__":  # the tree it came with, not the folder it lies in
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from megamoe_cli.processes import TOKEN, token_pids  # noqa: E402
-from megamoe_cli.remote.far_processes import birth, children, descendants, kill_all, send, token_of  # noqa: E402
+from megamoe_cli.remote.far_processes import birth, children, descendants, kill_all, send, token_of, tokens_below  # noqa: E402
 
 KEEP_JOBS = 20  # ended jobs whose folders stay
 _SUBREAPER, _PARENT_DEATH_SIGNAL = 36, 1  # prctl: adopt orphans below us; a signal when our parent dies
@@ -282,11 +282,10 @@ def reap(args):
             if os.path.isdir(job.folder):
                 job.end(143, "reaped", 0.0, killed, left)
     if not args.jobs:  # what no job folder knows any more
+        spare = tuple(job.token for job in spared)
+
         def strangers():
-            # all of ours first, then those to spare: a job that goes on starts new processes all the time
-            ours = token_pids(token_of(args.state))
-            spare = {pid for job in spared for pid in token_pids(job.token)}
-            return [pid for pid in ours if pid not in spare]
+            return [pid for pid, token in tokens_below(token_of(args.state)).items() if not token.startswith(spare)]
 
         killed, left = kill_all(strangers, args.grace)
         if killed:

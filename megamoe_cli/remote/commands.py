@@ -98,6 +98,11 @@ def prepare(target: Target) -> list[str]:
     return ssh(target, ["sh", "-ec", "; ".join(steps)])
 
 
+def free_space(target: Target) -> list[str]:
+    """``df -P``: one line, with the free KiB before the share in use."""
+    return ssh(target, ["df", "-Pk", target.path])
+
+
 def local_sources() -> tuple[Path, list[str]]:
     """(folder, what below it travels): the checkout's parts, or an installed package."""
     root = paths.checkout_root()

@@ -8,6 +8,8 @@ import signal
 import time
 from collections.abc import Callable
 
+from megamoe_cli.processes import TOKEN
+
 _SETTLE_S = 10.0  # how long killed processes may take to go
 
 
@@ -43,6 +45,20 @@ def descendants(root: int) -> list[int]:
         children = below.get(todo.pop(), [])
         found += children
         todo += children
+    return found
+
+
+def tokens_below(prefix: str) -> dict[int, str]:
+    """Process -> its token, of all live processes whose token begins with ``prefix``. Not this process."""
+    needle, found = f"{TOKEN}={prefix}".encode(), {}
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{entry}/environ", "rb") as stream:
+                own = next((v for v in stream.read().split(b"\0") if v.startswith(needle)), None)
+        except OSError:
+            continue  # gone, a zombie, or another user's
+        if own is not None and int(entry) != os.getpid():
+            found[int(entry)] = own.partition(b"=")[2].decode()
     return found
 
 

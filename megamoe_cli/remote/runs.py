@@ -6,6 +6,7 @@ Every step is a command line (``commands.py``) that ran and how it went; they go
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import tempfile
 import time
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 SCHEMA = "megamoe.remote/1"
 _SHORT_S = 30.0  # a step that only asks
 _COPY_S = 120.0
+_FULL_KIB = 256  # less than the largest file we send
 _RECONNECT_S = (0.0, 1.0, 3.0)
 
 
@@ -113,7 +115,7 @@ class Visit:
         command, folder = commands.sync(self.target)
         step = self._call("sync", command, _COPY_S, cwd=folder)
         if step.exit_code != 0:
-            raise explain_rsync(self.target, step)
+            raise self._explain_copy(step)
         sent = [line.split(" ", 2)[2] for line in step.stdout.splitlines()
                 if line.startswith(("send ", "del.")) and line.count(" ") >= 2 and not line.endswith("/")]
         self.say(f"{self.target.label}: {len(sent)} changed files sent" if sent else f"{self.target.label}: up to date")
@@ -137,7 +139,7 @@ class Visit:
             prebuilt.export([(prepare(outcome.request), outcome.result()) for outcome in outcomes], Path(folder))
             step = self._call("send cubins", commands.sync_prebuilt(self.target, Path(folder)), _COPY_S)
         if step.exit_code != 0:
-            raise explain_rsync(self.target, step)
+            raise self._explain_copy(step)
         fresh = sum(not kernel.hit for kernel in kernels)
         self.say(f"{len(kernels)} cubins built here ({fresh} now, {time.monotonic() - start:.1f} s)")
 
@@ -259,7 +261,7 @@ class Visit:
     def _bring(self, what: str, folder: Path) -> None:
         step = self._call("fetch", commands.fetch(self.target, what, folder), _COPY_S)
         if step.exit_code != 0:
-            raise explain_rsync(self.target, step)
+            raise self._explain_copy(step)
 
     def document(self, job: str, folder: Path) -> dict[str, Any]:
         """Where the results come from: target, machine, how the job ended, who built the cubins, every command line."""
@@ -269,6 +271,18 @@ class Visit:
         return {"schema": SCHEMA, "job": job, "target": target.name, "host": target.host, "container": target.container or None,
                 "gpus": target.gpus, "limits": vars(target.limits()), "machine": far.get("facts"), "command": far.get("command"),
                 "end": self.end, "cubins": self.cubins, "steps": [step.to_dict() for step in self.steps]}
+
+    def _explain_copy(self, step: Step) -> MegamoeError:
+        """A receiver that dies of a full disk often takes its last words with it: then the disk is asked."""
+        full = False
+        if step.exit_code in (11, 12) and step.what != "fetch":
+            try:
+                asked = self._call("free space", commands.free_space(self.target), _SHORT_S)
+                found = re.search(r"(\d+)\s+\d+%", asked.stdout)  # available KiB, share in use
+                full = found is not None and int(found[1]) < _FULL_KIB
+            except MegamoeError:
+                pass  # what is known is said all the same
+        return explain_rsync(self.target, step, full)
 
     def _call(self, what: str, command: list[str], timeout_s: float, cwd: Path | None = None) -> Step:
         return call(what, command, timeout_s=timeout_s, cwd=cwd, on_start=self.steps.append)

@@ -68,9 +68,9 @@ def last_line(text: str) -> str:
     return lines[-1] if lines else ""
 
 
-def explain_rsync(target: Target, step: Step) -> MegamoeError:
-    """rsync's exit codes; its messages carry errno as a number, whatever the language."""
-    if any(f"({number})" in step.stderr for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)):
+def explain_rsync(target: Target, step: Step, disk_full: bool = False) -> MegamoeError:
+    """rsync's exit codes; its messages carry errno as a number, whatever the language. ``disk_full``: it was looked up."""
+    if disk_full or any(f"({number})" in step.stderr for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)):
         where = "this machine" if step.what == "fetch" else target.label
         return EnvironmentUnfit(f"{where}: the disk is full; {step.what} stopped",
                                 hint=f"free some space below {target.path}, or set path in the target")

@@ -94,11 +94,12 @@ def check_twins(wanted: Sequence[tuple[str, int]], jobs: int) -> dict[tuple[str,
     return {(name, seed): done[f"{name}/{seed}"] for name, seed in wanted}
 
 
-def run_campaign(mutants: Sequence[Mutant], jobs: int = 2, say: Callable[[str], None] = print) -> tuple[list[Verdict], bool]:
-    """Verdicts in order, and whether every twin that was needed passed."""
+def run_campaign(mutants: Sequence[Mutant], jobs: int = 2, say: Callable[[str], None] = print,
+                 rounds: int = len(SEEDS) * len(REQUESTS)) -> tuple[list[Verdict], bool]:  # fmt: skip
+    """Verdicts in order, and whether every twin that was needed passed. ``rounds``: cases to try for each fault."""
     verdicts = [Verdict(mutant) for mutant in mutants]
     twins: dict[tuple[str, int], CaseResult] = {}
-    for round_number in range(len(SEEDS) * len(REQUESTS)):
+    for round_number in range(rounds):
         alive = [verdict for verdict in verdicts if not verdict.killed]
         if not alive:
             break

@@ -1,6 +1,6 @@
 """Puts every fault of the catalogue into a copy of the kernel sources, switched off: ``hw::mutant(id)`` chooses one at
 run time. So the kernel's own files carry no test hooks, a fault is two lines one can read (before, after), and one
-emulator binary holds them all. In a CUDA build of the copy ``hw::mutant`` is constant false, and nothing is left of it.
+emulator binary holds them all. CUDA builds are made of the files without them (and ``hw::mutant`` is a constant there).
 """
 
 from __future__ import annotations

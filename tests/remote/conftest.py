@@ -190,4 +190,8 @@ def far(shared_box: Box, tmp_path: Path) -> Iterator[Far]:
     """A target with an empty folder on the box that all tests of this process share."""
     made = Far(shared_box, tmp_path, tmp_path / "far", {"gpus": "none"})
     yield made
-    made.assert_nothing_left(within=20)
+    try:
+        made.assert_nothing_left(within=20)
+    finally:
+        for pid in made.processes():  # of a test that failed
+            os.kill(pid, signal.SIGKILL)

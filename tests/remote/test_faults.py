@@ -16,11 +16,11 @@ from tests.remote.conftest import STUB, Far, error_of, make_box, record_of_end, 
 
 def test_time_is_up(far: Far) -> None:
     """The command's own limit ends it, inside; the client's is later and never needed."""
-    far.settings["timeout"] = 10
+    far.settings["timeout"] = 14
     far.fake_python(far.stubborn())
     answer = far.run(*STUB)
     assert answer.code == 124
-    assert "the 4 s of the command are over" in answer.err and "at work" in answer.err
+    assert "the 5.6 s of the command are over" in answer.err and "at work" in answer.err
     assert record_of_end(far)["reason"] == "time limit"
     far.assert_nothing_left()
 
@@ -40,13 +40,13 @@ def test_the_innermost_fault_is_shown(far: Far) -> None:
 
 def test_time_is_up_after_a_fault(far: Far) -> None:
     """Both: the command's time is over, and its record knows why it took so long."""
-    far.settings["timeout"] = 10
+    far.settings["timeout"] = 14
     result = {"id": "l1-r8", "status": "fault", "message": "x", "fault": {"text": "rank 3 waited 5 s for rank 1's counts"}}
     far.fake_python(f"mkdir \"$MEGAMOE_RESULTS_DIR/r\"; cat > \"$MEGAMOE_RESULTS_DIR/r/results.json\" <<'END'\n"
                     f"{json.dumps({'id': 'r', 'results': [result]})}\nEND\nsleep {far.nap}1")
     answer = far.run(*STUB)
     assert answer.code == 124
-    assert error_of(answer.err) == ("error: far: the 4 s of the command are over; innermost: l1-r8: fault: rank 3 waited 5 s for rank 1's "
+    assert error_of(answer.err) == ("error: far: the 5.6 s of the command are over; innermost: l1-r8: fault: rank 3 waited 5 s for rank 1's "
                                     "counts")
     far.assert_nothing_left()
 

@@ -110,3 +110,7 @@ def test_what_ssh_means(stderr: str, words: str) -> None:
 def test_what_rsync_means(code: int, stderr: str, words: str) -> None:
     error = explain_rsync(Target(host="h"), Step("sync", [], exit_code=code, stderr=stderr))
     assert words in str(error) and error.exit_code == 3
+
+
+def test_a_disk_that_was_found_full() -> None:
+    assert "h: the disk is full" in str(explain_rsync(Target(host="h"), Step("sync", [], exit_code=11), disk_full=True))
