@@ -170,12 +170,16 @@ def load_case(name: str, path: Path | str | None = None) -> NamedCase:
 
 
 def nearest_id(name: str, ids: Sequence[str]) -> str:
-    """For a letter and a number the id with that letter whose number is nearest (the lower of two), else by likeness."""
+    """For a letter and a number the id with that letter whose number is nearest (the lower of two), unless the number has
+    one digit too many; else by likeness."""
     asked = re.fullmatch(r"([a-z]+)[-_ ]?0*(\d+)", name.strip().lower())
     if asked is not None:
         numbered = [(int(found[2]), each) for each in ids
                     if (found := re.fullmatch(r"([a-z]+)(\d+)", each.lower())) and found[1] == asked[1]]
         if numbered:
+            typed_twice = [each for number, each in numbered if asked[2].startswith(str(number)) and len(asked[2]) > 2]
+            if typed_twice:
+                return max(typed_twice, key=len)
             return min(numbered, key=lambda pair: (abs(pair[0] - int(asked[2])), pair[0]))[1]
     return nearest_name(name, ids)
 

@@ -122,7 +122,7 @@ def test_make_uses_the_interpreter_it_is_given() -> None:
     for target, words in (("run", "-m megamoe_cli test --ranks 8 --phase all"), ("test", "-m pytest"),
                           ("build", "-m megamoe_cli build")):
         done = subprocess.run(["make", "-n", target], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
-        assert f"{sys.executable} {words}" in done.stdout and ".venv" not in done.stdout
+        assert f"{sys.executable} {words}" in done.stdout and ".ci/setup venv" not in done.stdout
     # An interpreter that already has torch and CuPy is found; one that lacks them gets a virtual environment.
     env.pop("MEGAMOE_PYTHON")
     found = subprocess.run(["make", "-n", "run", f"PYTHON={sys.executable}"], cwd=ROOT, env=env, capture_output=True,
