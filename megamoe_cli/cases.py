@@ -177,9 +177,9 @@ def nearest_id(name: str, ids: Sequence[str]) -> str:
         numbered = [(int(found[2]), each) for each in ids
                     if (found := re.fullmatch(r"([a-z]+)(\d+)", each.lower())) and found[1] == asked[1]]
         if numbered:
-            typed_twice = [each for number, each in numbered if asked[2].startswith(str(number)) and len(asked[2]) > 2]
+            typed_twice = [pair for pair in numbered if asked[2].startswith(str(pair[0])) and len(asked[2]) > 2]
             if typed_twice:
-                return max(typed_twice, key=len)
+                return max(typed_twice)[1]
             return min(numbered, key=lambda pair: (abs(pair[0] - int(asked[2])), pair[0]))[1]
     return nearest_name(name, ids)
 
