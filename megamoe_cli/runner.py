@@ -113,7 +113,7 @@ class Runner:
                 outputs = self._gather(outputs, done.run)
         if not self.judges:
             return
-        faults, diagnostics = done.run.faults, done.run.diagnostics
+        faults, diagnostics = done.run.faults, skew.causes(done.run.diagnostics)
         dead = skew.dead_ranks(plan.backend_options)
         if dead and any(d["kind"] in skew.DEATH for d in diagnostics):
             _survivors(result, plan, dead, done.run)

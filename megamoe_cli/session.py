@@ -13,7 +13,7 @@ Any number of launches is in flight: each has inputs, ``y`` and snapshots of its
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -182,11 +182,13 @@ class Session:
         )  # fmt: skip
 
     def run(self, timeout_s: float = 60.0, *, snapshot: str | Collection[int] = "last", to_cpu: bool = True,
-            edit: Mapping[tuple[int, int], Mapping[str, Any]] | None = None) -> SessionResult:  # fmt: skip
+            edit: Mapping[tuple[int, int], Mapping[str, Any]] | None = None,
+            before: Callable[[Program, int, int], None] | None = None) -> SessionResult:  # fmt: skip
         """Runs all launches appended since the last run, and reads the results.
 
         ``snapshot``: "last", "all", "none" or launch positions whose views are kept. ``edit[(position, rank)]`` sets
-        parameter fields by name (for tests of the kernel's own checks). TimedOut when the backend does not finish.
+        parameter fields by name (for tests of the kernel's own checks). ``before(program, position, rank)`` may add
+        operations to a rank's list ahead of a launch, such as fills that delay it. TimedOut when the backend does not finish.
         """
         launched, self._launched = self._launched, []
         if not launched:
@@ -197,6 +199,8 @@ class Session:
         program = Program(self.backend.ranks)
         for position, (launch, options, kernel) in enumerate(launched):
             for rank in self.backend.local_ranks:
+                if before is not None:
+                    before(program, position, rank)
                 self._enqueue(program, launch, rank, options, kernel, (edit or {}).get((position, rank), {}))
                 if position in wanted:
                     kept.setdefault(position, {})[rank] = self._keep(program, rank, live=position == last)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,3 +98,13 @@ def too_late(faults: Mapping[int, Any], timeout_ns: int) -> str:
         if record.waited_ns > LONGEST_WAIT * timeout_ns:
             return f"a wait outlasted the device timeout of {timeout_ns / 1e9:g} s: {record.describe()}"
     return ""
+
+
+def causes(diagnostics: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The emulator's findings (in order of time) without what only follows from a deadlock: once waits have given up,
+    nothing is ordered any more."""
+    kinds = [item["kind"] for item in diagnostics]
+    if "deadlock" not in kinds:
+        return list(diagnostics)
+    first = kinds.index("deadlock")
+    return [item for n, item in enumerate(diagnostics) if n <= first or item["kind"] not in ("race", "uninit")]

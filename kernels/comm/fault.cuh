@@ -20,7 +20,8 @@ MM_DEVICE void record_fault(const KernelParams& p, u32 code, FaultDetail d, u64 
     hw::st_u32(record + 5, d.index);
     hw::st_u32(record + 6, d.observed);
     hw::st_u32(record + 7, d.expected);
-    hw::st_u32(record + 8, hw::ld_relaxed<Scope::kGpu>(control_word(p, kEpoch)));
+    // At the end of a launch the last CTA may have moved the epoch already; what is waited for names the launch.
+    hw::st_u32(record + 8, d.wait == kWaitDoneFlag ? d.expected - 1 : hw::ld_relaxed<Scope::kGpu>(control_word(p, kEpoch)));
     hw::st_u64(reinterpret_cast<u64*>(record + 10), waited_ns);
     hw::st_u64(reinterpret_cast<u64*>(record + 12), hw::global_timer_ns());
     hw::st_release<Scope::kSys>(record, code);

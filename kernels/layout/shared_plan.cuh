@@ -24,6 +24,7 @@ struct Tile {
     MM_HOST_DEVICE u32 bank() const { return head >> 4 & 1; }
     MM_HOST_DEVICE u32 maxima_buffer() const { return head >> 5 & 1; }   // alternates between L1 tiles of a CTA
     MM_HOST_DEVICE void set_maxima_buffer(u32 buffer) { head |= buffer << 5; }
+    MM_HOST_DEVICE u32 without_rows() const { return head & 0xff; }      // this head with valid() = 0
     MM_HOST_DEVICE u32 valid() const { return head >> 8; }   // rows of this block that exist, 1..BLOCK_M
 };
 constexpr u32 kTileBytes = 16;

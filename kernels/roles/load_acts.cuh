@@ -19,7 +19,9 @@ MM_DEVICE void load_acts(const KernelParams& p, u8* smem, const CtaBarriers<C>& 
         const u32 block = tile.row0 / C::kBlockM;
         const u32* arrivals = arrival_bank(p, l1 ? kL1Arrival : kL2Arrival, tile.bank()) + block;
         const u32 expected = l1 ? tile.valid() : p.intermediate / 128 * C::kMathWarpgroups;
-        wait_equal<Scope::kGpu>(p, arrivals, expected, l1 ? kWaitL1Arrival : kWaitL2Arrival, block);
+        // What did not arrive must not be stored: its metadata could point anywhere. The epilogue reads the tile again.
+        if (!wait_equal<Scope::kGpu>(p, arrivals, expected, l1 ? kWaitL1Arrival : kWaitL2Arrival, block))
+            hw::sts_u32(reinterpret_cast<u32*>(smem + Plan::kRing + ring.slot() * kTileBytes), tile.without_rows());
         hw::fence_proxy_async();   // the rows or scales were written by ordinary stores; TMA reads them
 
         const TensorMap* map = l1 ? &p.l1_acts : &p.l2_acts;

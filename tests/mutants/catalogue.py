@@ -59,6 +59,8 @@ MUTANTS: tuple[Mutant, ...] = (
            near="MM_DEVICE bool wait_equal"),
     Mutant(213, "barriers", FINISH, "MathThread<C>::sync_math();", "", "the verdict on the peers is read before it is written"),
     Mutant(214, "barriers", FINISH, "hw::num_ctas() - 1", "hw::num_ctas() - 2", "the last CTA but one announces the rank", near="const bool last ="),
+    Mutant(215, "barriers", PULL, "sync();", "", "the tables are handed over before all of them are written",
+           near="        sync();\n        if (thread == 0) hw::mbarrier_arrive(bars.tables());"),
 
     # ---- rings: mbarriers, stages, tiles
     Mutant(301, "rings", ACTS, "mbarrier_wait(p, bars.stage_empty(stage.slot()), stage.parity() ^ 1, kWaitStageEmpty, stage.slot());", "",

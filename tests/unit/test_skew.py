@@ -47,3 +47,9 @@ def test_a_wait_far_beyond_the_device_timeout_is_too_late() -> None:
     assert skew.too_late({1: record}, 5_000_000_000) == ""
     record.waited_ns = 90_000_000_000
     assert "outlasted the device timeout of 5 s: rank 1" in skew.too_late({1: record}, 5_000_000_000)
+
+
+def test_what_follows_from_a_deadlock_is_not_reported_as_well() -> None:
+    kinds = ["race", "deadlock", "race", "uninit", "bounds", "race"]
+    assert [item["kind"] for item in skew.causes([{"kind": kind} for kind in kinds])] == ["race", "deadlock", "bounds"]
+    assert [item["kind"] for item in skew.causes([{"kind": "race"}, {"kind": "uninit"}])] == ["race", "uninit"]

@@ -17,6 +17,7 @@ std::unique_ptr<AsyncOp> make_op(AsyncOp::Kind kind, Thread& t, Cta& cta, const 
     auto op = std::make_unique<AsyncOp>();
     op->kind = kind;
     op->where = where;
+    op->where.issuer = static_cast<int>(t.warp->index);
     op->issuer = &t;
     op->cta = &cta;
     if (g_engine->options.races) {

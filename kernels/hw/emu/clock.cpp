@@ -163,7 +163,7 @@ Clock Agents::fresh() const {
     return c;
 }
 
-std::string Agents::name(u32 agent, u32 lanes) const {
+std::string Agents::name(u32 agent, u32 lanes, int issuer) const {
     for (size_t r = streams.size(); r-- > 0;) {
         if (agent < streams[r]) continue;
         if (agent == streams[r]) return format("the stream of rank %zu", r);
@@ -175,7 +175,8 @@ std::string Agents::name(u32 agent, u32 lanes) const {
                 if (__builtin_popcount(lanes) == 1) return warp + format(" lane %d", __builtin_ctz(lanes));
                 return lanes == ~0u ? warp : warp + format(" lanes 0x%08x", lanes);
             }
-            if (i < max_warps + Cta::kTmaAgents) return format("an asynchronous copy of rank %zu CTA %zu", r, c);
+            if (i < max_warps + Cta::kTmaAgents)
+                return format("an asynchronous copy of rank %zu CTA %zu", r, c) + (issuer < 0 ? "" : format(" warp %d", issuer));
             return format("a wgmma of rank %zu CTA %zu warpgroup %u", r, c, i - max_warps - Cta::kTmaAgents);
         }
     }

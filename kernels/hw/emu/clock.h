@@ -75,7 +75,7 @@ struct Agents {
     void prepare(bool enabled, const std::vector<u32>& grids, u32 warps);
     u32 next(u32 agent) { return ++epoch[agent]; }
     Clock fresh() const;
-    std::string name(u32 agent, u32 lanes) const;
+    std::string name(u32 agent, u32 lanes, int issuer) const;  // issuer: a warp, or -1
 };
 
 bool scopes_meet(Scope a, Scope b, u32 rank_a, u32 cta_a, u32 rank_b, u32 cta_b);

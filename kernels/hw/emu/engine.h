@@ -24,6 +24,7 @@ struct Where {
     const char* file = nullptr;
     int line = 0;
     const void* pc = nullptr;
+    int issuer = -1;        // of an asynchronous operation: the warp that issued it
 };
 #define MM_HERE Where{file, line, __builtin_return_address(0)}
 

@@ -34,18 +34,21 @@ LazyBytes g_smem_written, g_smem_cells;
 constexpr u64 kCellsPerSlot = kSmemSlot / 4;
 
 std::vector<Where> g_places{Where{}};
-std::unordered_map<const void*, u32> g_place_ids;
+std::unordered_map<u64, u32> g_place_ids;  // by address and issuing warp
+
+struct CachedPlace {
+    u64 key;
+    u32 id;
+} g_cached_places[256];
 
 u32 place_id(const Where& where) {
-    static const void* cached_pc[256];
-    static u32 cached_id[256];
-    const u32 slot = static_cast<u32>(reinterpret_cast<u64>(where.pc) >> 1) & 255u;
-    if (where.pc != nullptr && cached_pc[slot] == where.pc && cached_id[slot] < g_places.size()) return cached_id[slot];
     if (where.pc == nullptr) return 0;
-    auto [it, fresh] = g_place_ids.try_emplace(where.pc, static_cast<u32>(g_places.size()));
+    const u64 key = reinterpret_cast<u64>(where.pc) ^ u64(where.issuer + 1) << 48;
+    CachedPlace& cached = g_cached_places[(key >> 1 ^ key >> 48) & 255u];
+    if (cached.key == key) return cached.id;
+    auto [it, fresh] = g_place_ids.try_emplace(key, static_cast<u32>(g_places.size()));
     if (fresh) g_places.push_back(where);
-    cached_pc[slot] = where.pc;
-    cached_id[slot] = it->second;
+    cached = CachedPlace{key, it->second};
     return it->second;
 }
 
@@ -81,7 +84,7 @@ void conflict(const Actor& a, const Mark& m, u32 at, bool write, bool other_writ
     const Agents& agents = g_engine->agents;
     const u32 others = m.agent == a.agent ? m.lanes & ~a.lanes : m.lanes;
     std::string text = format("%s of %s by %s is not ordered after the %s by %s%s", write ? "write" : "read", describe_address(p).c_str(),
-                              agents.name(a.agent, a.lanes).c_str(), other_write ? "write" : "read", agents.name(m.agent, others).c_str(), place(at).c_str());
+                              agents.name(a.agent, a.lanes, a.where.issuer).c_str(), other_write ? "write" : "read", agents.name(m.agent, others, g_places[at].issuer).c_str(), place(at).c_str());
     if (fence_missing) text += "; they are synchronised, but no fence.proxy.async lies between the generic write and this access through the async proxy";
     if (m.agent == a.agent) text += "; lanes of one warp are ordered by warp_sync only";
     if (a.strong && (m.flags & kStrong)) text += "; both are atomic, but their scopes do not include each other";
@@ -150,6 +153,7 @@ void prepare_smem_shadow(size_t slots, bool track_written, bool track_races) {
     g_smem_cells.reset(track_races ? slots * kCellsPerSlot * sizeof(ShadowCell) : 0);
     g_places.assign(1, Where{});
     g_place_ids.clear();
+    std::fill(std::begin(g_cached_places), std::end(g_cached_places), CachedPlace{});
 }
 
 void reset_smem_shadow(u32 slot) {
@@ -194,7 +198,7 @@ void note_unordered_load(Thread& t, const void* p, const Where& where) {
     t.unordered = p;
     t.unordered_at = where;
     t.unordered_text = format("relaxed load of %s sees the write by %s%s, but is not ordered after it: it might see an older value", describe_address(p).c_str(),
-                              g_engine->agents.name(cell->write.agent, cell->write.lanes).c_str(), place(cell->write_at).c_str());
+                              g_engine->agents.name(cell->write.agent, cell->write.lanes, -1).c_str(), place(cell->write_at).c_str());
 }
 
 void report_unordered_load(Thread& t) {
