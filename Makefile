@@ -4,6 +4,7 @@
 # make build  set up, then compile every phase; registers and spills
 # make seeds  200 race-checked seeds of the kernel on the emulator (minutes)
 # make mutants  does the test suite see every fault of tests/mutants? (minutes)
+# make policies  every legal configuration at phases l1, l2 and combine on 1, 2 and 8 ranks (the emulator: half an hour)
 # make fuzz   random legal cases on the emulator against the oracle; FUZZ_ARGS='--minutes 30 --seed 7'
 # make setup  only set up; cheap when nothing changed
 #
@@ -41,7 +42,7 @@ else
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run ci test test-gpu build clean seeds mutants fuzz
+.PHONY: help setup run ci test test-gpu build clean seeds mutants policies fuzz
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
@@ -70,6 +71,9 @@ seeds: setup
 
 mutants: setup
 	$(PY) -m tests.mutants.campaign $(ARGS)
+
+policies: setup
+	$(PY) -m megamoe_cli test --policy all $(ARGS)
 
 fuzz: setup
 	$(PY) -m megamoe_cli fuzz $(FUZZ_ARGS)

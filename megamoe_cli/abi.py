@@ -12,7 +12,7 @@ from enum import IntEnum, IntFlag
 
 from .layout import MAX_RANKS, NUM_REGIONS
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 TENSOR_MAP_BYTES = 128
 PARAMS_ALIGNMENT = 64
 
@@ -21,6 +21,7 @@ class ParamFlags(IntFlag):
     NONE = 0
     FAST_MATH = 1
     HAS_CLAMP = 2
+    WAVE_ORDER = 4
 
 
 class FaultCode(IntEnum):
@@ -45,6 +46,7 @@ class WaitId(IntEnum):
     TILE_EMPTY = 10
     TABLES = 11
     PULL = 12
+    POOL_FREE = 13
 
 
 # What is waited for, said with the record's index.
@@ -61,6 +63,7 @@ _WAITED_FOR = {
     WaitId.TILE_EMPTY: "tile slot {index} to be handed back",
     WaitId.TABLES: "the expert tables of this CTA",
     WaitId.PULL: "row staging buffer {index} to fill",
+    WaitId.POOL_FREE: "the L2 tiles of pool rows 128 * {index} and on, whose places it needs",
 }
 
 
@@ -74,21 +77,22 @@ class KernelParams(ctypes.Structure):
     """One launch on one rank; field meanings, shapes and dtypes are in params.cuh. Addresses are plain integers."""
 
     _fields_ = [
-        ("l1_acts", TensorMap), ("w13", TensorMap), ("l2_acts", TensorMap), ("w2", TensorMap),
+        ("l1_acts", TensorMap), ("l2_acts", TensorMap),
         ("peer_base", c_uint64 * MAX_RANKS),
         ("region", c_uint64 * NUM_REGIONS),
-        ("y", c_uint64), ("w13_sf", c_uint64), ("w2_sf", c_uint64), ("stats", c_uint64), ("l1_raw", c_uint64),
+        ("y", c_uint64), ("w13", c_uint64), ("w2", c_uint64), ("w13_sf", c_uint64), ("w2_sf", c_uint64), ("stats", c_uint64), ("l1_raw", c_uint64),
         ("fault", c_uint64), ("report", c_uint64), ("timeout_ns", c_uint64),
         ("local_base", c_uint64),
         ("abi_version", c_uint32), ("params_bytes", c_uint32),
         ("rank", c_uint32), ("num_ranks", c_uint32), ("num_tokens", c_uint32), ("capacity", c_uint32),
         ("hidden", c_uint32), ("intermediate", c_uint32), ("num_experts", c_uint32), ("topk", c_uint32),
         ("pool_rows", c_uint32), ("dispatch_ctas", c_uint32), ("lag", c_uint32), ("unit_blocks", c_uint32),
-        ("flags", c_uint32), ("clamp", c_float), ("smem_bytes", c_uint32), ("prefetch_blocks", c_uint32), ("reserved", c_uint32 * 4),
+        ("flags", c_uint32), ("clamp", c_float), ("smem_bytes", c_uint32), ("prefetch_blocks", c_uint32), ("ring_rows", c_uint32),
+        ("stagger", c_uint32), ("reserved", c_uint32 * 12),
     ]  # fmt: skip
 
     def set_tensor_map(self, name: str, image: bytes) -> None:
-        """Stores the 128 bytes of an encoded tensor map in field ``name`` (l1_acts, w13, l2_acts, w2)."""
+        """Stores the 128 bytes of an encoded tensor map in field ``name`` (l1_acts, l2_acts)."""
         if len(image) != TENSOR_MAP_BYTES:
             raise ValueError(f"a tensor map is {TENSOR_MAP_BYTES} bytes, got {len(image)}")
         field = getattr(self, name)

@@ -22,10 +22,10 @@ from .buffers import LaunchOptions, RankBuffer
 from .compile.entry import check_phase
 from .config import KernelConfig
 from .errors import UsageError
-from .layout import BASE_VIEWS, EXTRA_VIEWS, TOKEN_ALIGNMENT, Layout, round_up
+from .layout import BASE_VIEWS, EXTRA_VIEWS, TOKEN_ALIGNMENT, layout_for, round_up
 from .session import Session, SessionResult
 from .shapes import Shape, check_activation, check_clamp, check_shape, check_tensor, dtype_name
-from .weights import LayerWeights, check_weights, layer_pair, transform_weights_for_mega_moe_sm90
+from .weights import LayerWeights, check_transformed, layer_pair, transform_weights_for_mega_moe_sm90
 from .table_picks import TablePicks
 from .worlds import API_TIMEOUT_S, BufferRequest, Call, GroupWorld, LocalRank, LocalWorld, overlap, raise_pending_fault
 
@@ -58,7 +58,7 @@ def get_symm_buffer_size_for_sm90_mega_moe(
     """Bytes of one rank's symmetric buffer, capacity rounded up to 128 tokens. UsageError for an illegal shape."""
     shape, capacity = _check_sizes(num_ranks, num_experts, num_max_tokens_per_rank, num_topk, hidden, intermediate_hidden,
                                    use_fp8_dispatch, activation)  # fmt: skip
-    return Layout(shape, num_ranks, capacity).total_bytes
+    return layout_for(shape, num_ranks, capacity).total_bytes
 
 
 def get_symm_buffer_for_sm90_mega_moe(
@@ -86,13 +86,16 @@ def get_symm_buffer_for_sm90_mega_moe(
 
 
 class SymmBuffer:
-    """One rank's buffer and its typed views (C capacity, P pool rows, R ranks, E_l local experts, K top-k).
+    """One rank's buffer and its typed views (C capacity, P rows of the activation pool, R ranks, E_l local experts, K top-k).
 
     Inputs: ``x`` e4m3 [C,H], ``x_sf`` f32 [C,H/128], ``topk_idx`` int64 [C,K] (-1 = masked), ``topk_weights`` f32 [C,K].
     After a launch: ``l1_acts`` e4m3 [P,H], ``l1_acts_sf`` f32 [P,H/128] strides (1,P), ``l2_acts`` e4m3 [P,I],
     ``l2_acts_sf`` f32 [P,I/128] strides (1,P); from the dispatch phase on ``l1_topk_weights`` f32 [P],
     ``expert_recv_count_sum`` int32 [E_l], ``l1_arrival_count`` int32 [P/16] (entry b: rows arrived in pool rows
     [b*BLOCK_M, (b+1)*BLOCK_M) in the last launch) and ``token_src_metadata`` int32 [P,3] (source rank, token, slot).
+
+    With phase ``combine`` P is at most 24,576 (``layout.RING_ROWS``): a larger pool goes round in so many places, so after
+    a launch with more rows these views hold the last of them. Partial phases keep the whole pool.
     """
 
     def __init__(self, group: ProcessGroup | LocalRank, request: BufferRequest, picks: TablePicks | None = None) -> None:
@@ -194,7 +197,7 @@ def fp8_mega_moe(
     if tokens > layout.capacity:
         raise UsageError(f"y has {tokens} tokens but the buffer's capacity is {layout.capacity}", rule="tokens-capacity")
     l1, l2 = layer_pair("l1_weights", l1_weights), layer_pair("l2_weights", l2_weights)
-    check_weights(l1, l2, layout.local_experts, shape.hidden, shape.intermediate)
+    check_transformed(l1, l2, layout.local_experts, shape.hidden, shape.intermediate)
     stats = cumulative_local_expert_recv_stats
     if stats is not None:
         if not isinstance(stats, torch.Tensor):

@@ -9,6 +9,7 @@ import torch
 from . import abi
 from .abi import KernelParams, ParamFlags
 from .backends.base import Backend, Kernel
+from .config import KernelConfig, ring_order
 from .errors import UsageError
 from .layout import CONTROL_WORDS, REGIONS, Layout, ViewSpec
 from .shapes import Shape
@@ -90,15 +91,14 @@ def dispatch_ctas(entries: int, grid: int) -> int:
     return 1 if entries <= SINGLE_DISPATCH_ENTRIES else grid
 
 
-# A CTA asks this many K-blocks (32 KB each) of its likely first tile into L2 before it knows the counts, where about every
-# expert is going to have rows: 132 CTAs fill half of an H200's L2.
-PREFETCH_BLOCKS = 6
+# From how many rows per expert on a CTA may guess its first tile (KernelConfig.prefetch: 6 K-blocks of 32 KB from each
+# of 132 CTAs fill half of an H200's L2): about every expert is going to have rows.
 PREFETCH_ROWS_PER_EXPERT = 3
 
 
-def prefetch_blocks(shape: Shape, tokens: int, ranks: int) -> int:
+def prefetch_blocks(config: KernelConfig, shape: Shape, tokens: int, ranks: int) -> int:
     """For ``tokens`` on each rank; 0 where an expert is likely to stay without rows."""
-    return PREFETCH_BLOCKS if tokens * shape.topk * ranks >= PREFETCH_ROWS_PER_EXPERT * shape.experts else 0
+    return config.prefetch if tokens * shape.topk * ranks >= PREFETCH_ROWS_PER_EXPERT * shape.experts else 0
 
 
 def make_params(
@@ -113,32 +113,30 @@ def make_params(
         raise UsageError(f"rank {rank} has {tokens} tokens but the capacity is {layout.capacity}", rule="tokens-capacity")
     peers = buffer.peers()
     base = peers[rank]
+    lag, unit_blocks = (config.lag, config.unit_blocks) if layout.ring == pool else ring_order(config, layout.ring)
     params = KernelParams(
-        y=address(y), w13_sf=address(weights.l1.scales), w2_sf=address(weights.l2.scales), stats=address(stats),
+        y=address(y), w13=address(weights.l1.weight), w2=address(weights.l2.weight), w13_sf=address(weights.l1.scales), w2_sf=address(weights.l2.scales), stats=address(stats),
         l1_raw=address(l1_raw), fault=backend.fault_address(rank), report=address(stub_report),
         timeout_ns=options.timeout_ns, abi_version=abi.ABI_VERSION, params_bytes=abi.PARAMS_BYTES, rank=rank,
         num_ranks=layout.ranks, num_tokens=tokens, capacity=layout.capacity, hidden=shape.hidden,
-        intermediate=shape.intermediate, num_experts=shape.experts, topk=shape.topk, pool_rows=pool,
+        intermediate=shape.intermediate, num_experts=shape.experts, topk=shape.topk, pool_rows=pool, ring_rows=layout.ring,
         dispatch_ctas=dispatch_ctas((options.num_tokens_bound or tokens) * shape.topk, grid),
-        lag=config.lag, unit_blocks=config.unit_blocks, smem_bytes=kernel.smem_bytes,
-        prefetch_blocks=prefetch_blocks(shape, options.num_tokens_bound or tokens, layout.ranks),
+        lag=lag, unit_blocks=unit_blocks, smem_bytes=kernel.smem_bytes,
+        prefetch_blocks=prefetch_blocks(config, shape, options.num_tokens_bound or tokens, layout.ranks), stagger=config.stagger,
     )  # fmt: skip
     flags = ParamFlags.FAST_MATH if options.fast_math else ParamFlags.NONE
     if options.clamp is not None:
         flags |= ParamFlags.HAS_CLAMP
         params.clamp = options.clamp
+    if config.tile_order == "wave":
+        flags |= ParamFlags.WAVE_ORDER
     params.flags = flags
     params.peer_base[: len(peers)] = peers
     params.local_base = peers[rank]
     params.region[:] = layout.offsets
-    a_rows, b_rows = min(config.block_m, 64), min(config.block_n, 256)
-    for name, at, rows, cols, box in (
-        ("l1_acts", base + layout.region_offset["l1_acts"], pool, shape.hidden, a_rows),
-        ("w13", address(weights.l1.weight), local * 2 * shape.intermediate, shape.hidden, b_rows),
-        ("l2_acts", base + layout.region_offset["l2_acts"], pool, shape.intermediate, a_rows),
-        ("w2", address(weights.l2.weight), local * shape.hidden, shape.intermediate, b_rows),
-    ):
-        params.set_tensor_map(name, backend.encode_tensor_map(at, rows, cols, box, 128))
+    for name, cols in (("l1_acts", shape.hidden), ("l2_acts", shape.intermediate)):
+        image = backend.encode_tensor_map(base + layout.region_offset[name], layout.ring, cols, min(config.block_m, 64), 128)
+        params.set_tensor_map(name, image)
     return params
 
 

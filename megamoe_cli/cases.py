@@ -90,8 +90,9 @@ class NamedCase:
                                     launch=run.get("data", 0), device=device, weights=weights,
                                     label=f"{self.id}.{number}")  # fmt: skip
             case.launches = run.get("launches", 1)
-            for name, arguments in run.get("tweak", {}).items():
-                case = TWEAKS[name](case, **arguments)
+            for name, given in run.get("tweak", {}).items():
+                for arguments in given if isinstance(given, list) else [given]:
+                    case = TWEAKS[name](case, **arguments)
             out.append(case)
         return out
 
@@ -243,6 +244,24 @@ def _expert_scales(case: CaseData, expert: int, value: float) -> CaseData:
     return replace(case, weights=weights)
 
 
+def _block_scale(case: CaseData, matrix: str, expert: int, at: Sequence[Sequence[int]], value: float) -> CaseData:
+    """Sets the scales of blocks ``at`` ((row block, K-block) each) of one expert's ``w13`` or ``w2``."""
+    weights, rank = list(case.weights), case.problem.owner(expert)
+    name = {"w13": "w13_sf", "w2": "w2_sf"}[matrix]
+    scales = getattr(weights[rank], name).clone()
+    for row, k in at:
+        scales[expert % case.problem.experts_per_rank, row, k] = value
+    weights[rank] = replace(weights[rank], **{name: scales})
+    return replace(case, weights=weights)
+
+
+def _x_scale(case: CaseData, rank: int, token: int, at: Sequence[int], value: float) -> CaseData:
+    """Sets the scales of groups ``at`` of one token."""
+    scales = case.inputs[rank].x_sf.clone()
+    scales[token, list(at)] = value
+    return _with_inputs(case, rank, x_sf=scales)
+
+
 def _below_power_of_two(case: CaseData, group: int, times: float) -> CaseData:
     """Routing weights in [0.5, 1) that put the amax of each row's L2-input ``group`` 5e-5 below 448 times a power of
     two, then multiplied by ``times``: a power-of-two scale would double at 1.0001."""
@@ -282,6 +301,6 @@ def _constant_layer(case: CaseData, x: float, gate: float, up: float) -> CaseDat
 
 
 TWEAKS: dict[str, Callable[..., Any]] = {
-    "bad_id": _bad_id, "scale_row": _scale_row, "topk_weight": _topk_weight, "expert_scales": _expert_scales,
+    "bad_id": _bad_id, "scale_row": _scale_row, "topk_weight": _topk_weight, "expert_scales": _expert_scales, "block_scale": _block_scale, "x_scale": _x_scale,
     "below_power_of_two": _below_power_of_two, "constant_layer": _constant_layer,
 }  # fmt: skip

@@ -34,15 +34,15 @@ ALLOWED: dict[str, tuple] = {
     "policy": ("fused", "serial_n", "wide_n", "mma_sync"),
     "promotion": ("classic", "rescale"),
     "frontend": ("compact", "standard"),
-    "order": ("lag", "wave"),
+    "order": ("auto", "lag", "wave"),
+    "split": ("auto", "m", "n"),
     "trace": (0, 1),
 }
-BOUNDS: dict[str, tuple[int, int]] = {"lag": (0, 65535), "unit_blocks": (1, 65535)}
+BOUNDS: dict[str, tuple[int, int]] = {"lag": (0, 65535), "unit_blocks": (1, 65535), "prefetch": (0, 64), "stagger": (0, 65535)}
+# Told to a launch rather than compiled in: variants that differ in nothing else share a binary.
+LAUNCH_FIELDS = ("order", "lag", "unit_blocks", "prefetch", "stagger")
 # (field, value) pairs the rules above allow and the kernel does not implement yet. Shrinks as it grows.
-NOT_IMPLEMENTED: frozenset[tuple[str, Any]] = frozenset({
-    ("policy", "serial_n"), ("policy", "wide_n"), ("policy", "mma_sync"),
-    ("promotion", "rescale"), ("cluster", 2), ("block_n", 128), ("math_threads", 128), ("order", "wave"),
-})
+NOT_IMPLEMENTED: frozenset[tuple[str, Any]] = frozenset()
 # frontend -> (dispatch warps, TMA warps). In `compact` both share one warpgroup.
 FRONTENDS = {"compact": (2, 2), "standard": (4, 4)}
 
@@ -85,9 +85,12 @@ class KernelConfig:
     policy: str = "fused"
     promotion: str = "classic"
     frontend: str = "compact"
-    order: str = "lag"
+    order: str = "auto"
+    split: str = "auto"  # how two warpgroups cut a tile
     lag: int = 32
     unit_blocks: int = 8
+    prefetch: int = 6  # K-blocks of its likely first tile that a CTA asks into L2 before it knows the counts
+    stagger: int = 0  # split=m: cycles by which the second warpgroup starts later, so that epilogues and products overlap
     regs_dispatch: int = 0
     regs_tma: int = 0
     regs_math: int = 0
@@ -116,25 +119,46 @@ class KernelConfig:
         return REGISTER_FILE // self.threads // 8 * 8
 
     @property
+    def tile_order(self) -> str:
+        """The order of tiles: what ``order`` says, else the policy's own."""
+        return ("wave" if self.policy == "serial_n" else "lag") if self.order == "auto" else self.order
+
+    @property
     def m_splits(self) -> int:
-        """How often the tile is cut along M between warpgroups; else it is cut along N."""
-        return 2 if (self.block_m, self.block_n, self.math_warpgroups) == (128, 128, 2) else 1
+        """How often the tile is cut along M between warpgroups (1 or 2); else it is cut along N."""
+        if self.split == "auto":
+            along_m = (self.block_m, self.block_n, self.math_warpgroups) == (128, 128, 2) and self.policy != "mma_sync"
+            return 2 if along_m else 1
+        return 2 if self.split == "m" else 1
+
+    @property
+    def column_parts(self) -> int:
+        """Parts the tile's columns are cut into; each belongs to a warpgroup (``mma_sync``: to a warp)."""
+        return 4 * self.math_warpgroups if self.policy == "mma_sync" else self.math_warpgroups // self.m_splits
 
     @property
     def columns_per_warpgroup(self) -> int:
         return self.block_n * self.m_splits // self.math_warpgroups
 
     @property
-    def accumulators(self) -> int:
-        """FP32 accumulator registers per math thread, the promotion scratch included."""
+    def unit_columns(self) -> int:
+        """Columns of one tensor-core product."""
+        columns = self.block_n // self.column_parts
+        return columns if self.policy == "wide_n" else min(columns, 128)
+
+    @property
+    def sums(self) -> int:
+        """FP32 accumulators of the tile per math thread, without the promotion scratch."""
         if self.policy == "mma_sync":  # the tile is spread over all math threads
-            own = self.block_m * self.block_n // self.math_threads
-            return own * (2 if self.promotion == "classic" else 1)
-        row_blocks = max(1, self.block_m // 64 // self.m_splits)
-        columns = self.columns_per_warpgroup
-        instruction = min(columns, 128) if self.policy == "serial_n" else columns
-        scratch = instruction // 2 if self.promotion == "classic" else 0
-        return row_blocks * columns // 2 + scratch
+            return self.block_m * self.block_n // self.math_threads
+        return max(1, self.block_m // 64 // self.m_splits) * self.columns_per_warpgroup // 2
+
+    @property
+    def accumulators(self) -> int:
+        """FP32 registers per math thread that live through the main loop: sums, promotion scratch, and at BLOCK_N 128
+        the activations of the first pass (half as many as sums)."""
+        scratch = self.unit_columns // 2 if self.promotion == "classic" else 0
+        return self.sums + scratch + (self.sums // 2 if self.block_n == 128 else 0)
 
     def register_plan(self) -> tuple[int, int, int]:
         """Registers per thread of (dispatch, TMA, math): explicit values first, then the plan table."""
@@ -195,7 +219,7 @@ class KernelConfig:
 
 
 _KIND = {int: "an integer", str: "a word"}
-_NAME_EXTRAS = {"block_k": "k", "math_threads": "t", "order": "", "lag": "lag", "unit_blocks": "unit"}
+_NAME_EXTRAS = {"block_k": "k", "math_threads": "t", "order": "", "split": "split-", "lag": "lag", "unit_blocks": "unit", "prefetch": "pre", "stagger": "stag"}
 _DEFAULT = KernelConfig()
 
 
@@ -205,13 +229,28 @@ def planned_registers(config: KernelConfig) -> tuple[int, int, int]:
     Found by compiling: the smallest counts without a spill in any role (docs/measured.md). Sums: compact 60,416, and
     64,512 where the tile holds 192 accumulators; standard 63,488.
     """
-    if config.math_threads == 128:  # 44,032 at most: one warpgroup may have all it can name
-        return (48, 48, 248) if config.frontend == "compact" else (48, 40, 248)
+    if config.math_threads == 128:  # one warpgroup may have nearly all it can name, and the others are not pressed
+        return (80, 80, 248) if config.frontend == "compact" else (80, 56, 248)
     if config.frontend == "standard":
         return (56, 56, 192) if config.accumulators + MATH_OVERHEAD <= 192 else (48, 40, 208)
     if config.accumulators + MATH_OVERHEAD > 208:
         return (56, 56, 224)
     return (56, 56, 208)
+
+
+def ring_order(config: KernelConfig, ring: int) -> tuple[int, int]:
+    """(lag, unit_blocks) of a launch whose activation pool is a ring of ``ring`` rows.
+
+    An L1 tile waits for rows whose places are free once the L2 tiles of the rows ``ring`` before them are done; those
+    must come earlier in the order, or nothing would ever move. They do when the ring holds lag + 1 units, each at most
+    ``unit_blocks`` row blocks, in segments of 128 rows. So a small ring shortens the lag, then the units.
+    """
+    block = config.block_m * config.cluster
+    unit_blocks = max(1, min(config.unit_blocks, ring // 2 // block))
+    span = -(-unit_blocks * block // 128) * 128
+    if ring < span:
+        raise UsageError(f"a ring of {ring} rows does not hold one unit of {span} rows", rule="ring")
+    return min(config.lag, ring // span - 1), unit_blocks
 
 
 def grid_ctas(config: KernelConfig, ranks: int, sms: int) -> int:
@@ -284,6 +323,16 @@ def _policy(c: KernelConfig) -> Iterator[tuple[str, str]]:
     if c.policy == "wide_n" and (c.block_n, c.columns_per_warpgroup, c.promotion) != (256, 256, "rescale"):
         yield "policy-tile", ("wide_n gives one math warpgroup a whole 256-wide tile and promotes by rescale: it needs "
                               f"block_n=256, math_threads=128, promotion=rescale, not {c.block_n}/{c.math_threads}/{c.promotion}")
+    if c.split == "m" and (c.block_m, c.math_warpgroups, c.policy) not in ((128, 2, "fused"), (128, 2, "serial_n")):
+        yield "policy-tile", ("split=m gives each of two warpgroups 64 of 128 rows (policies fused and serial_n), not "
+                              f"{c.policy} with block_m={c.block_m} and {c.math_warpgroups} math warpgroup(s)")
+    if c.stagger and c.m_splits == 1:
+        yield "policy-tile", "stagger delays one of two warpgroups that do not wait for each other: it needs split=m"
+    if c.policy == "fused" and c.math_warpgroups == 1 and c.block_n > 128:
+        yield "policy-tile", ("one warpgroup with 256 columns is policy wide_n (one product, rescale) or serial_n (two products, "
+                              "one after the other), not fused")
+    if c.policy == "serial_n" and c.tile_order != "wave":
+        yield "policy-order", f"serial_n takes tiles wave by wave: order=wave (or auto), not {c.order}"
     if c.policy == "mma_sync" and c.block_m > 32:
         yield "policy-tile", f"mma_sync is for block_m 16 and 32, not {c.block_m}"
 

@@ -66,9 +66,10 @@ class Fuzzer:
         routing = self._routing(experts)
         testplan.routing_fits(routing, problem, False)
         kernel_config.require(config, shape, ranks)
+        mixed = other if kernel_config.check(other, shape, ranks) else None  # launches alternate only where both fit
         self.count += 1
         case = Case("", draw.choice(PHASES), problem, routing, draw.choice((None, None, 0.5, 10.0)), draw.randrange(1 << 30), config,
-                    draw.randint(1, 4), "emulator", self.timeout_s, self._options(ranks, config, other, races))  # fmt: skip
+                    draw.randint(1, 4), "emulator", self.timeout_s, self._options(ranks, config, mixed, races))  # fmt: skip
         return replace(case, id=testplan.identity(case))
 
     def _tokens(self, block_m: int) -> int:
@@ -81,7 +82,7 @@ class Fuzzer:
                     "masked": f":{draw.choice((0.1, 0.5, 0.95)):g}"}  # fmt: skip
         return name + argument.get(name, "")
 
-    def _options(self, ranks: int, config: KernelConfig, other: KernelConfig, races: bool) -> dict[str, Any]:
+    def _options(self, ranks: int, config: KernelConfig, other: KernelConfig | None, races: bool) -> dict[str, Any]:
         draw = self._draw
         options: dict[str, Any] = dict(sanitize.CHECKS) if races else {}
         options["schedule"] = draw.choice(("fifo", "random", "random", "pct"))
@@ -95,7 +96,7 @@ class Fuzzer:
             options["tokens_bound"] = 4000
         if draw.random() < 0.15:
             options["replay"] = 2
-        if draw.random() < 0.2 and other != config:
+        if draw.random() < 0.2 and other not in (None, config):
             changes = {key: value for key, value in other.to_dict().items() if value != config.to_dict()[key]}
             options["mix"] = "+".join(f"{key}={value}" for key, value in changes.items())
         if draw.random() < 0.2:

@@ -20,13 +20,15 @@ MAX_TOPK = 32
 TOKEN_ALIGNMENT = 128  # rows an expert's pool segment is aligned to
 ARRIVAL_GRANULARITY = 16  # smallest BLOCK_M: sizes the arrival counters
 REGION_ALIGNMENT = 1024
+# Rows of the activation pool that a buffer for whole launches keeps in memory; the rest goes round (Layout.ring).
+RING_ROWS = 24576
 SMEM_LIMIT = 232448  # dynamic shared memory a block can opt in to on SM90 (227 KiB)
 SCALE_GROUP = 128
 
 # The enum Region of params.cuh, in its order.
 REGIONS = (
     "control", "count_flag", "done_flag", "recv_count", "recv_list", "send_count", "l1_arrival", "l2_arrival",
-    "recv_count_sum", "metadata", "x", "x_sf", "topk_idx", "topk_weights", "l1_acts", "l1_acts_sf", "l1_topk_weights",
+    "pool_free", "recv_count_sum", "metadata", "x", "x_sf", "topk_idx", "topk_weights", "l1_acts", "l1_acts_sf", "l1_topk_weights",
     "l2_acts", "l2_acts_sf", "combine",
 )  # fmt: skip
 NUM_REGIONS = len(REGIONS)
@@ -95,11 +97,16 @@ class ViewSpec:
 
 @dataclass(frozen=True)
 class Layout:
-    """One rank's symmetric buffer. Legal (shape, ranks, capacity) are assumed: ``shapes.py`` holds the rules."""
+    """One rank's symmetric buffer. Legal (shape, ranks, capacity) are assumed: ``shapes.py`` holds the rules.
+
+    ``ring``: rows of the activation pool that there is memory for, a multiple of 128; pool row r lies in place r % ring.
+    0, or as many as the pool has: the whole pool, whose views stay readable after a launch.
+    """
 
     shape: Shape
     ranks: int
     capacity: int
+    ring: int = 0
     local_experts: int = field(init=False)
     pool_rows: int = field(init=False)
     region_bytes: dict[str, int] = field(init=False, compare=False, repr=False)
@@ -120,13 +127,16 @@ class Layout:
             raise UsageError(
                 f"the activation pool would have {p} rows; tensor-map coordinates are 32-bit signed: "
                 f"lower the capacity ({c}) or the ranks ({ranks})", rule="index-range")
-        h, i, k = s.hidden, s.intermediate, s.topk
+        if self.ring < 0 or self.ring % TOKEN_ALIGNMENT:
+            raise UsageError(f"a ring of {self.ring} rows: it must be a multiple of {TOKEN_ALIGNMENT}", rule="ring")
+        h, i, k, g = s.hidden, s.intermediate, s.topk, min(self.ring or p, p)
+        object.__setattr__(self, "ring", g)
         counters = 2 * (p // ARRIVAL_GRANULARITY) * 4
         sizes = dict(zip(REGIONS, (
             256 * 4, MAX_RANKS * 4, MAX_RANKS * 4, 2 * ranks * local * 4, ranks * c * k * 4, 2 * s.experts * 4,
-            counters, counters, local * 4, p * 3 * 4,
+            counters, counters, 2 * (p // TOKEN_ALIGNMENT) * 4, local * 4, g * 3 * 4,
             c * h, c * (h // SCALE_GROUP) * 4, c * k * 8, c * k * 4,
-            p * h, (h // SCALE_GROUP) * p * 4, p * 4, p * i, (i // SCALE_GROUP) * p * 4, k * c * h * 2,
+            g * h, (h // SCALE_GROUP) * g * 4, g * 4, g * i, (i // SCALE_GROUP) * g * 4, k * c * h * 2,
         ), strict=True))  # fmt: skip
         offsets, at = {}, 0
         for name in REGIONS:
@@ -160,12 +170,12 @@ class Layout:
     def _form(self, region: str) -> tuple[str, tuple[int, ...], tuple[int, ...], int]:
         s, c, p, ranks, local = self.shape, self.capacity, self.pool_rows, self.ranks, self.local_experts
         h, i, k = s.hidden, s.intermediate, s.topk
-        arrivals = p // ARRIVAL_GRANULARITY
+        arrivals, segments, p = p // ARRIVAL_GRANULARITY, p // TOKEN_ALIGNMENT, self.ring
         rows = {
             "control": ("int32", (256,)), "count_flag": ("int32", (MAX_RANKS,)), "done_flag": ("int32", (MAX_RANKS,)),
             "recv_count": ("int32", (2, ranks, local)), "recv_list": ("int32", (ranks, c * k)),
             "send_count": ("int32", (s.experts,)), "l1_arrival": ("int32", (arrivals,)), "l2_arrival": ("int32", (arrivals,)),
-            "recv_count_sum": ("int32", (local,)), "metadata": ("int32", (p, 3)),
+            "pool_free": ("int32", (segments,)), "recv_count_sum": ("int32", (local,)), "metadata": ("int32", (p, 3)),
             "x": ("float8_e4m3fn", (c, h)), "x_sf": ("float32", (c, h // SCALE_GROUP)),
             "topk_idx": ("int64", (c, k)), "topk_weights": ("float32", (c, k)),
             "l1_acts": ("float8_e4m3fn", (p, h)), "l1_acts_sf": ("float32", (p, h // SCALE_GROUP)),
@@ -178,8 +188,13 @@ class Layout:
             strides: tuple[int, ...] = (1, p)  # MN-major: consecutive rows are adjacent
         else:
             strides = row_major(shape)
-        banked = region in ("send_count", "l1_arrival", "l2_arrival")
+        banked = region in ("send_count", "l1_arrival", "l2_arrival", "pool_free")
         return dtype, shape, strides, self.region_bytes[region] // 2 if banked else 0
+
+
+def layout_for(shape: Shape, ranks: int, capacity: int, phase: str = "combine") -> Layout:
+    """The buffer of an ordinary launch: a ring of ``RING_ROWS``. Partial phases keep the whole pool for their views."""
+    return Layout(shape, ranks, capacity, RING_ROWS if phase == "combine" else 0)
 
 
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -218,7 +233,8 @@ def smem_plan(config: KernelConfig, shape: Shape, ranks: int, stages: int | None
         "a": depth * a_rows * 128,
         "b": depth * config.block_n * 128,
         "sfa": depth * max(config.block_m, 32) * 4,
-        "amax": 2 * 2 * a_rows * 4,
+        "carry": config.math_threads * config.sums * 4 if config.promotion == "rescale" else 0,
+        "amax": 2 * config.column_parts * a_rows * 4,
         "side": round_up(TILE_SLOTS * config.block_m * 12, 128),
         "ring_and_barriers": round_up(TILE_SLOTS * 16 + 8 * (2 * depth + 2 * TILE_SLOTS + pulls + 1), 128),
         "rows": pulls * row_chunk(shape.hidden),

@@ -107,7 +107,7 @@ class Session:
 
     def __init__(
         self, backend: Backend, problem: Problem, config: KernelConfig, phase: str, *, options: LaunchOptions | None = None,
-        raw: bool | None = None, stats: bool = False, poison: bool = True, kernel: Kernel | None = None,
+        raw: bool | None = None, stats: bool = False, poison: bool = True, kernel: Kernel | None = None, ring: int = 0,
     ) -> None:  # fmt: skip
         check_problem(problem)
         if problem.ranks != backend.ranks:
@@ -118,7 +118,7 @@ class Session:
         self.kernel = kernel or backend.load(config, phase, problem.shape)
         self.config = self.kernel.config
         self.grid = backend.grid(self.config, self.options.ctas)
-        self.layout = Layout(problem.shape, problem.ranks, problem.capacity)
+        self.layout = Layout(problem.shape, problem.ranks, problem.capacity, ring)
         self.raw = phase == "l1" if raw is None else raw
         self.poison = poison
         name = backend.fresh_name("symm")

@@ -1,7 +1,9 @@
-"""Expert weights as the kernel wants them: gate and up rows interleaved by 8, scales untouched.
+"""Expert weights as the kernel wants them: gate and up rows interleaved by 8, cut into tiles, scales untouched.
 
-An L1 tile of 256 transformed rows then holds 128 gate rows and the 128 up rows that belong to them, so one warpgroup
-sees both halves of every activation it makes.
+An L1 tile of 256 transformed rows holds 128 gate rows and the 128 up rows that belong to them, so one thread sees both
+halves of every activation it makes. A tile's 256 rows of one K-block (128 columns) lie together, 32 KB, already in the
+swizzled form in which the tensor core reads shared memory: the kernel copies them with one bulk copy, and HBM is read in
+long runs instead of in 128-byte pieces a row apart.
 """
 
 from __future__ import annotations
@@ -15,10 +17,12 @@ from .errors import UsageError
 from .shapes import SCALE_BLOCK, check_dtype, check_tensor
 
 INTERLEAVE_ROWS = 8
+TILE_ROWS = 256
 
 
 class LayerWeights(NamedTuple):
-    """One GEMM's weights of a rank: e4m3 [E_l, N, K] and float32 scales [E_l, N/128, K/128], both contiguous."""
+    """One GEMM's weights of a rank, both contiguous: e4m3 [E_l, N, K], or, transformed, [E_l, ceil(N/256), K/128, 256, 128];
+    float32 scales [E_l, N/128, K/128]."""
 
     weight: torch.Tensor
     scales: torch.Tensor
@@ -41,18 +45,48 @@ def deinterleave_gate_up(w13: torch.Tensor) -> torch.Tensor:
     return split.transpose(1, 2).contiguous().view(experts, rows, hidden).view(w13.dtype)
 
 
+def tile_weights(weight: torch.Tensor) -> torch.Tensor:
+    """[E_l, N, K] -> [E_l, ceil(N/256), K/128, 256, 128] of the same dtype (one byte an element), a new contiguous tensor.
+
+    Tile (n, k) holds rows 256n... of columns 128k...; rows past N are zero. Within row r of a tile the 16-byte pieces
+    are permuted: piece c lies at c ^ (r % 8), the tensor core's 128-byte swizzle.
+    """
+    experts, rows, columns = weight.shape
+    tiles, blocks = -(-rows // TILE_ROWS), columns // SCALE_BLOCK
+    out = torch.zeros(experts, tiles, blocks, TILE_ROWS, SCALE_BLOCK, dtype=torch.uint8, device=weight.device)
+    pieces = out.view(experts, tiles, blocks, TILE_ROWS // 8, 8, 8, 16)
+    for expert in range(experts):  # one at a time: the copies between stay small
+        padded = weight[expert].view(torch.uint8)
+        if rows % TILE_ROWS:
+            padded = torch.cat([padded, padded.new_zeros(tiles * TILE_ROWS - rows, columns)])
+        source = padded.view(tiles, TILE_ROWS // 8, 8, blocks, 8, 16).permute(0, 3, 1, 2, 4, 5)
+        for row in range(8):
+            pieces[expert, :, :, :, row] = source[:, :, :, row, [piece ^ row for piece in range(8)]]
+    return out.view(weight.dtype)
+
+
+def untile_weights(tiled: torch.Tensor, rows: int) -> torch.Tensor:
+    """The inverse of ``tile_weights``: [E_l, rows, K]."""
+    experts, tiles, blocks = tiled.shape[:3]
+    pieces = tiled.view(torch.uint8).view(experts, tiles, blocks, TILE_ROWS // 8, 8, 8, 16)
+    plain = torch.stack([pieces[..., row, [piece ^ row for piece in range(8)], :] for row in range(8)], dim=4)
+    whole = plain.permute(0, 1, 3, 4, 2, 5, 6).reshape(experts, tiles * TILE_ROWS, blocks * SCALE_BLOCK)
+    return whole[:, :rows].contiguous().view(tiled.dtype)
+
+
 def transform_weights_for_mega_moe_sm90(
     l1_weights: Sequence[torch.Tensor], l2_weights: Sequence[torch.Tensor]
 ) -> tuple[LayerWeights, LayerWeights]:
     """``((w13, w13_sf), (w2, w2_sf))`` in natural layout -> the two layers as ``fp8_mega_moe`` takes them.
 
     w13 e4m3 [E_l, 2I, H] (gate rows, then up rows), w13_sf float32 [E_l, 2I/128, H/128], w2 e4m3 [E_l, H, I], w2_sf
-    float32 [E_l, H/128, I/128]; all contiguous. w13 is copied, the other three are passed on. Raises UsageError for
-    any other dtype, shape or stride: packed (UE8M0) scales in particular belong to another kernel.
+    float32 [E_l, H/128, I/128]; all contiguous. Returns w13 [E_l, I/128, H/128, 256, 128] and w2 [E_l, ceil(H/256), I/128,
+    256, 128] (``tile_weights``; w13 interleaved first), new tensors, and the scales as they are. Raises UsageError for any
+    other dtype, shape or stride: packed (UE8M0) scales in particular belong to another kernel.
     """
     l1, l2 = layer_pair("l1_weights", l1_weights), layer_pair("l2_weights", l2_weights)
     check_weights(l1, l2)
-    return LayerWeights(interleave_gate_up(l1.weight), l1.scales), l2
+    return LayerWeights(tile_weights(interleave_gate_up(l1.weight)), l1.scales), LayerWeights(tile_weights(l2.weight), l2.scales)
 
 
 def layer_pair(name: str, pair: Sequence[torch.Tensor]) -> LayerWeights:
@@ -64,7 +98,7 @@ def layer_pair(name: str, pair: Sequence[torch.Tensor]) -> LayerWeights:
 
 def check_weights(l1: LayerWeights, l2: LayerWeights, experts: int | None = None, hidden: int | None = None,
                   intermediate: int | None = None) -> None:  # fmt: skip
-    """dtypes, shapes and strides of both layers (the interleave keeps all three). Sizes not given are read off w13."""
+    """dtypes, shapes and strides of both layers in natural layout. Sizes not given are read off w13."""
     for name, tensor in (("w13", l1.weight), ("w2", l2.weight)):
         check_dtype(name, tensor.dtype)
         if tensor.dim() != 3:
@@ -81,3 +115,17 @@ def check_weights(l1: LayerWeights, l2: LayerWeights, experts: int | None = None
         ("w2", l2.weight, (experts, hidden, intermediate)), ("w2_sf", l2.scales, (experts, k, n)),
     ):  # fmt: skip
         check_tensor(name, tensor.dtype, tensor.shape, want, tensor.stride())
+
+
+def check_transformed(l1: LayerWeights, l2: LayerWeights, experts: int, hidden: int, intermediate: int) -> None:
+    """The same for what ``transform_weights_for_mega_moe_sm90`` returned."""
+    k, n = hidden // SCALE_BLOCK, intermediate // SCALE_BLOCK
+    for name, layer, tiles, blocks, scales in (
+        ("w13", l1, n, k, (experts, 2 * n, k)), ("w2", l2, -(-hidden // TILE_ROWS), n, (experts, k, n)),
+    ):  # fmt: skip
+        check_dtype(name, layer.weight.dtype)
+        if layer.weight.dim() == 3:
+            raise UsageError(f"{name} is in natural layout; pass what transform_weights_for_mega_moe_sm90 returned", rule="weight-format")
+        want = (experts, tiles, blocks, TILE_ROWS, SCALE_BLOCK)
+        check_tensor(name, layer.weight.dtype, layer.weight.shape, want, layer.weight.stride())
+        check_tensor(f"{name}_sf", layer.scales.dtype, layer.scales.shape, scales, layer.scales.stride())

@@ -16,7 +16,7 @@ from .backends.picking import pick
 from .buffers import DeviceWeights, LaunchOptions, RankBuffer, make_params
 from .config import KernelConfig
 from .errors import LaunchFault, UsageError, WrongResult
-from .layout import INPUT_VIEWS, Layout
+from .layout import INPUT_VIEWS, layout_for
 from .shapes import Shape, check_capacities
 from .weights import LayerWeights
 
@@ -175,7 +175,7 @@ class LocalWorld:
         others = [asked[turn] for asked in self._requests if len(asked) > turn]
         check_same_requests([*others, request])
         kernel = self._load(request)
-        buffer = RankBuffer(self.backend, Layout(request.shape, self.ranks, request.capacity), rank, f"buffer{turn}")
+        buffer = RankBuffer(self.backend, layout_for(request.shape, self.ranks, request.capacity, request.phase), rank, f"buffer{turn}")
         self._requests[rank].append(request)
         return buffer, kernel
 
@@ -342,7 +342,7 @@ class GroupWorld:
         control = self.backend.control
         check_same_requests(control.agree("compare buffer requests", lambda: request))
         kernel = control.step("build and load the kernel", lambda: self._load(request))
-        layout = Layout(request.shape, self.ranks, request.capacity)
+        layout = layout_for(request.shape, self.ranks, request.capacity, request.phase)
         return RankBuffer(self.backend, layout, rank, self.backend.fresh_name("buffer")), kernel
 
     def load_variants(self, request: BufferRequest) -> dict[KernelConfig, Kernel]:

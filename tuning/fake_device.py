@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from megamoe_cli.config import LAUNCH_FIELDS
 from megamoe_cli.errors import ExitCode, UsageError
 from megamoe_cli.protocol import CaseResult
 
@@ -27,18 +28,24 @@ KINDS = ("hang", "crash", "exit", "stubborn", "wrong", "raise", "nan", "negative
 
 class FakeRunner:
     """``script``: ``sms``, ``name``, ``seed``, ``noise`` (relative, of each sample), ``drift`` (shared by a pair),
-    ``base_us``, ``us_per_token``, ``sleep_s``; ``effects``: [{match, from, to, routing, stages, factor}]; ``faults``: [{match,
-    tokens, stage, rank, kind}]. ``match`` is a part of a choice's fields; absent keys match everything."""
+    ``base_us``, ``us_per_token`` (or ``model``: true, the static model's times), ``sleep_s``; ``effects``: [{match, from, to,
+    routing, stages, factor}]; ``landscape``: spread of a smooth random factor of each axis value over the sizes; ``faults``:
+    [{match, match_b (the incumbent), tokens, stage, rank, kind}]; ``costs``: see ``_spend``. ``match`` is a part of a choice's fields; absent keys match
+    everything. ``running``: a file that is touched when a trial begins. ``sleep`` is how time passes."""
 
     def __init__(self, script: Mapping[str, Any], ranks: int, control: Any = None,
-                 on_stage: Callable[[str, str], None] | None = None) -> None:
-        self.script, self.ranks, self.control = script, ranks, control
+                 on_stage: Callable[[str, str], None] | None = None, sleep: Callable[[float], None] = time.sleep) -> None:
+        self.script, self.ranks, self.control, self._sleep = script, ranks, control, sleep
+        self._waves: dict[tuple[str, Any], tuple[float, float, float]] = {}
+        self._models: dict[Any, float] = {}
+        self._held: set[Any] = set()  # what the process made already: weights, inputs, kernels
         self.rank = 0 if control is None else control.rank
         self.on_stage = on_stage or (lambda *_: None)
         self.where = f"fake({ranks} on 1x{script.get('name', 'fake')})"
         for fault in script.get("faults", []):
             if fault.get("kind") not in KINDS:
                 raise UsageError(f"the fake device knows no fault {fault.get('kind')!r} (faults: {', '.join(KINDS)})", rule="fake")
+        sleep(float(script.get("costs", {}).get("start_s", 0.0)))
 
     @classmethod
     def load(cls, path: str, ranks: int, control: Any, on_stage: Callable[[str, str], None]) -> FakeRunner:
@@ -52,7 +59,9 @@ class FakeRunner:
             result.metrics = {"gpu": self.script.get("name", "fake"), "sms": self.script.get("sms", 132), "where": self.where, "driver": "none"}
             return result
         self.on_stage(key, "run")
-        time.sleep(float(self.script.get("sleep_s", 0)))
+        if self.script.get("running"):
+            Path(self.script["running"]).touch()
+        self._sleep(float(self.script.get("sleep_s", 0)))
         fault = self._fault(task)
         kind = fault.get("kind") if fault and fault.get("rank", 0) == self.rank else None
         try:
@@ -61,7 +70,8 @@ class FakeRunner:
         except RuntimeError as error:
             pairs, stopped = [], False
             result.status, result.message, result.exit_code = "error", f"internal: RuntimeError: {error}", int(ExitCode.BUG)
-        floor = 0.5 * self.base(task["tokens"])
+        self._spend(task, pairs)
+        floor = 0.5 * self.base(task["tokens"]) if not self.script.get("model") else 1.0
         if self.control is not None:  # the slowest rank counts, and a rank that is gone ends the group here
             every = self.control.gather((kind, pairs))
             kind = next((other for other, _ in every if other), None)
@@ -69,7 +79,9 @@ class FakeRunner:
         result.metrics = {"pairs": _spoiled(pairs, kind, floor), "floor_us": floor, "check": {"a": 0.001, "b": 0.001}, "stopped": stopped,
                           "conditions": {"sm_mhz": [1980, 1980], "throttle": [], "others": 0}}
         if kind == "wrong":
-            result.status, result.message, result.exit_code = "fail", "rank 0, token 3: planted wrong output", int(ExitCode.NO)
+            side = "b" if "match_b" in (self._fault(task) or {}) else "a"
+            result.status, result.message, result.exit_code = "fail", f"{side} is wrong: rank 0, token 3: planted", int(ExitCode.NO)
+            result.metrics["check"] = {"wrong": side}
         elif kind == "unfit":
             result.status, result.message, result.exit_code = "error", "cannot allocate 9.99 GiB", int(ExitCode.ENVIRONMENT)
         elif kind == "fault":
@@ -81,16 +93,58 @@ class FakeRunner:
 
     def mean_us(self, choice: Mapping[str, Any], tokens: int, routing: str, stage: str = "") -> float:
         """The time without noise."""
-        value = self.base(tokens)
+        value = self._model_us(choice, tokens) if self.script.get("model") else self.base(tokens)
+        value *= self._landscape(choice, tokens)
         for effect in self.script.get("effects", []):
             low, high = effect.get("from", 0), effect.get("to", math.inf)
             if low <= tokens < high and effect.get("routing", routing) == routing and stage in effect.get("stages", [stage]) and _matches(effect.get("match", {}), choice):
                 value *= effect["factor"]
         return value
 
+    def _model_us(self, choice: Mapping[str, Any], tokens: int) -> float:
+        from megamoe_cli.shapes import Shape
+        from megamoe_cli.tuning.schema import Choice
+        from megamoe_cli.tuning.static_model import facts
+
+        key = (tokens, *_kernel(choice))
+        if key not in self._models:
+            self._models[key] = facts(Choice.from_dict(choice), Shape(*self._shape), self.ranks, int(self.script.get("sms", 132)), tokens).model_us
+        return self._models[key]
+
+    def _landscape(self, choice: Mapping[str, Any], tokens: int) -> float:
+        """A smooth factor over the sizes: each axis value has a wave of its own, launch parameters a small one."""
+        spread, total = float(self.script.get("landscape", 0.0)), 0.0
+        for axis, value in choice.items() if spread else ():
+            if not axis.startswith("regs_"):
+                if (axis, value) not in self._waves:
+                    draw = random.Random(f"{self.script.get('landscape_seed', 0)}/{axis}={value}")
+                    height = draw.gauss(0, spread / 5 if axis in LAUNCH_FIELDS else spread)
+                    self._waves[axis, value] = (height, draw.uniform(2, 4), draw.uniform(0, 6.28))
+                height, period, phase = self._waves[axis, value]
+                total += height * math.cos(math.log2(max(tokens, 1)) / period + phase)
+        return math.exp(total)
+
+    def _spend(self, task: Mapping[str, Any], pairs: list[list[float]]) -> None:
+        """Lets the time pass that a GPU would take, by ``costs`` (seconds): ``start_s`` of a process, ``weights_s`` once,
+        ``load_s`` for each kernel, ``inputs_s`` and ``inputs_s_per_token`` (of all ranks) for each set of inputs, ``trial_s``."""
+        costs = self.script.get("costs")
+        if not costs:
+            return
+        inputs = costs.get("inputs_s", 0.0) + self.ranks * task["tokens"] * costs.get("inputs_s_per_token", 0.0)
+        kernels = [("kernel", *_kernel(task[side])) for side in ("a", "b")]
+        spent = costs.get("trial_s", 0.0)
+        for what, seconds in [("weights", costs.get("weights_s", 0.0)), ((task["tokens"], task["routing"], task["seed"]), inputs),
+                              *((kernel, costs.get("load_s", 0.0)) for kernel in kernels)]:
+            spent += 0.0 if what in self._held else seconds
+            self._held.add(what)
+        # Four launches are judged before any is timed.
+        spent += 1e-6 * (sum(sum(pair) for pair in pairs) + 2 * sum(pairs[0]) if pairs else 0.0)
+        self._sleep(spent)
+
     def _pairs(self, key: str, task: Mapping[str, Any]) -> tuple[list[list[float]], bool]:
         noise, drift = float(self.script.get("noise", 0.01)), float(self.script.get("drift", 0.03))
         draw = random.Random(f"{self.script.get('seed', 0)}/{key}/{self.rank}")
+        self._shape = task["shape"]
         means = [self.mean_us(task[side], task["tokens"], task["routing"], task["stage"]) for side in ("a", "b")]
         pairs: list[list[float]] = []
         for n in range(task["rounds"]):
@@ -103,7 +157,7 @@ class FakeRunner:
     def _fault(self, task: Mapping[str, Any]) -> Mapping[str, Any] | None:
         for fault in self.script.get("faults", []):
             if (fault.get("tokens", task["tokens"]) == task["tokens"] and fault.get("stage", task["stage"]) == task["stage"]
-                    and _matches(fault.get("match", {}), task["a"])):
+                    and _matches(fault.get("match", {}), task["a"]) and _matches(fault.get("match_b", {}), task["b"])):
                 return fault
         return None
 
@@ -114,7 +168,7 @@ class FakeRunner:
             print("device lost", file=sys.stderr, flush=True)
             os._exit(7)
         elif kind == "hang":
-            time.sleep(3600)
+            self._sleep(3600)
         elif kind == "stubborn":  # ignores what it can and leaves a child in another session
             for number in (signal.SIGTERM, signal.SIGUSR1):
                 signal.signal(number, signal.SIG_IGN)
@@ -122,6 +176,11 @@ class FakeRunner:
             time.sleep(3600)
         elif kind == "raise":
             raise RuntimeError("planted")
+
+
+def _kernel(choice: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What is compiled of a choice."""
+    return tuple(value for key, value in sorted(choice.items()) if key not in (*LAUNCH_FIELDS, "ctas"))
 
 
 def read_script(path: str) -> dict[str, Any]:

@@ -86,14 +86,16 @@ def fit(points: Sequence[Point], tolerance: float, registers: Callable[[Choice],
     groups = [tuple(sizes[tokens]) for tokens in sorted(sizes)]
     if not groups:
         return Fit()
-    allowed = [_allowed(group, tolerance) for group in groups]
+    # What is nowhere proven better and nowhere the incumbent takes nobody's place, also not to save a configuration.
+    worthy = {p.incumbent for p in points} | {c for p in points for c, said in p.verdicts.items() if said == "better" and c not in p.banned}
+    allowed = [_allowed(group, tolerance, worthy) for group in groups]
     chosen = _cover(groups, allowed, registers)
     picks = _segments(groups, allowed, chosen, registers)
     return Fit(_joined(groups, picks))
 
 
-def _allowed(group: Sequence[Point], tolerance: float) -> list[Choice]:
-    every = list(dict.fromkeys([c for p in group for c in (p.incumbent, *p.ratios)]))
+def _allowed(group: Sequence[Point], tolerance: float, worthy: Collection[Choice]) -> list[Choice]:
+    every = [c for c in dict.fromkeys([c for p in group for c in (p.incumbent, *p.ratios)]) if c in worthy]
     good = [c for c in every if all(p.allowed(c, tolerance) for p in group)]
     if good:
         return good

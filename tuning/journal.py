@@ -18,8 +18,9 @@ from megamoe_cli.protocol import plain
 from megamoe_cli.tuning.table_writer import sync_folder
 
 SCHEMA = "megamoe.trial/1"
-# ok: timed and right. gone: the run was interrupted before an answer (never written). Everything else disqualifies.
-STATUSES = ("ok", "wrong", "hang", "crash", "fault", "error", "too-fast", "invalid", "build-failed", "unfit")
+# ok: timed and right. void: takes back an earlier line of its key (the device was gone, so it says nothing of the candidate).
+# Everything else disqualifies.
+STATUSES = ("void", "ok", "wrong", "hang", "crash", "fault", "error", "too-fast", "invalid", "build-failed", "unfit")
 
 
 @dataclass
@@ -104,7 +105,7 @@ class Journal:
                 continue
             # A bad line with a good one behind it was not cut short: something else wrote it.
             self.skipped, pending = self.skipped + pending, 0
-            self.trials[trial.key] = trial
+            self._keep(trial)
             end = start + len(line) + 1
         if end < len(data):
             self.repaired = len(data) - end
@@ -125,7 +126,13 @@ class Journal:
             os.ftruncate(self._fd, before)
             raise EnvironmentUnfit(f"a trial cannot be saved to {self.path}: {error.strerror or error}",
                                    hint="make room, then continue with --resume: finished trials are kept") from None
-        self.trials[trial.key] = trial
+        self._keep(trial)
+
+    def _keep(self, trial: Trial) -> None:
+        if trial.status == "void":
+            self.trials.pop(trial.key, None)
+        else:
+            self.trials[trial.key] = trial
 
     def close(self) -> None:
         if self._fd >= 0:

@@ -21,7 +21,7 @@ from megamoe_cli.bench import E4M3_FLOPS, HBM_BYTES_PER_S
 from megamoe_cli.buffers import DeviceWeights, LaunchOptions, RankBuffer, make_params
 from megamoe_cli.errors import ExitCode
 from megamoe_cli.inputs import LazyWeights, make_case
-from megamoe_cli.layout import INPUT_VIEWS, Layout
+from megamoe_cli.layout import INPUT_VIEWS, layout_for
 from megamoe_cli.oracle import gpu_reference
 from megamoe_cli.oracle.casedata import CaseData
 from megamoe_cli.oracle.compare import cosine, end_to_end_limits, relative_l2
@@ -35,7 +35,7 @@ from megamoe_cli.weights import LayerWeights, transform_weights_for_mega_moe_sm9
 
 T = TypeVar("T")
 INPUT_SETS = 6  # launches of a duel rotate through them: no launch sees what the one before it saw
-KEPT_ARENAS = 2
+KEPT_BYTES = 4e9  # of inputs that stay on the device for a size that comes again (screening, finals, cross)
 L2_BYTES = 50e6  # weights that may survive in L2 from one launch to the next; no floor counts them
 
 
@@ -49,6 +49,12 @@ class Arena:
     outputs: tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]
     floor_us: float
     references: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+
+    @property
+    def bytes(self) -> int:
+        """On all ranks: the inputs twice (as made, and where launches take them from), outputs and references."""
+        rows, hidden = sum(self.problem.tokens), self.problem.shape.hidden
+        return rows * hidden * (2 * len(self.cases) + 2 * (2 + len(self.references)))
 
 
 class TuneRunner:
@@ -90,6 +96,7 @@ class TuneRunner:
             result.status, result.exit_code = "pass", int(ExitCode.DONE)
         except _Wrong as wrong:
             result.status, result.message, result.exit_code = "fail", str(wrong), int(ExitCode.NO)
+            result.metrics = {"check": {"wrong": str(wrong)[0]}}  # a or b: who is to blame
         except Exception as error:  # noqa: BLE001
             explain(result, error, gpu=self.name != "emulator")
         if self.control is not None and self.control.broken:
@@ -142,8 +149,6 @@ class TuneRunner:
             self._arenas.move_to_end(key)
             return self._arenas[key]
         self.on_stage(self._key, "inputs")
-        while len(self._arenas) >= KEPT_ARENAS:
-            self._arenas.popitem(last=False)
         problem = Problem.make(shape, self.ranks, task["tokens"], task["capacity"])
         weights = self._natural
         cases = self._together("inputs", lambda: [make_case(problem, task["routing"], task["seed"], launch=n, device=self.device, weights=weights)
@@ -153,6 +158,8 @@ class TuneRunner:
         outputs = tuple({rank: self._output(rank, problem) for rank in self.backend.local_ranks} for _ in range(2))
         floor = floor_us(problem, cases, shared=self.name != "nvlink")
         self._arenas[key] = Arena(problem, cases, inputs, outputs, floor)  # type: ignore[arg-type]
+        while len(self._arenas) > 1 and sum(arena.bytes for arena in self._arenas.values()) > KEPT_BYTES:
+            self._arenas.popitem(last=False)
         return self._arenas[key]
 
     def _place(self, rank: int, tensor: torch.Tensor, name: str) -> torch.Tensor:
@@ -170,7 +177,7 @@ class TuneRunner:
     def _buffer(self, problem: Problem) -> dict[int, RankBuffer]:
         """One buffer for all sizes of a run: symmetric memory is not given back while the backend lives."""
         if problem.capacity not in self._buffers:
-            name, layout = self.backend.fresh_name("symm"), Layout(problem.shape, problem.ranks, problem.capacity)
+            name, layout = self.backend.fresh_name("symm"), layout_for(problem.shape, problem.ranks, problem.capacity)
             self._buffers[problem.capacity] = {rank: RankBuffer(self.backend, layout, rank, name) for rank in self.backend.local_ranks}
         return self._buffers[problem.capacity]
 

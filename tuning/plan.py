@@ -16,7 +16,7 @@ from typing import Any
 
 from megamoe_cli.errors import UsageError
 from megamoe_cli.shapes import Problem, Shape
-from megamoe_cli.tuning.lookup import Library, Machine, Query, lookup
+from megamoe_cli.tuning.lookup import Library, Machine, Query, edge_counts, lookup
 from megamoe_cli.tuning.schema import Choice
 from megamoe_cli.tuning.space import resolved
 from megamoe_cli.tuning.table_writer import write_text
@@ -65,6 +65,8 @@ class Plan:
     accounts: dict[str, Any] = field(default_factory=dict)
     holdout: list[int] = field(default_factory=list)  # sizes to hold out; empty: chosen from the result
     scripted: str = ""
+    named: list[Choice] = field(default_factory=list)  # candidates named by hand: each has a final at every size
+    disqualified: set[Choice] = field(default_factory=set, compare=False)  # incumbents that failed; found again on replay
 
     @property
     def query(self) -> Query:
@@ -74,8 +76,9 @@ class Plan:
         return Problem.make(self.shape, self.ranks, tokens, self.capacity)
 
     def incumbent(self, tokens: int) -> Choice:
-        """What every candidate has to beat at ``tokens`` per rank."""
-        return self.incumbents[bisect.bisect_right([start for start, _ in self.incumbents], tokens) - 1][1]
+        """What every candidate has to beat at ``tokens`` per rank; the default where that is no valid kernel."""
+        own = self.incumbents[bisect.bisect_right([start for start, _ in self.incumbents], tokens) - 1][1]
+        return self.default if own in self.disqualified else own
 
     def load(self, tokens: float) -> float:
         """Expected tokens per local expert."""
@@ -91,7 +94,7 @@ class Plan:
         """Of a stage's inputs: searching, finals, confirmation and validation each have their own at every size, so that
         nothing is confirmed by the inputs that chose it."""
         group = stage.removesuffix("-more")
-        group = "search" if group in ("noise", "screen", "second", "tpe") else group
+        group = "search" if group in ("noise", "screen", "second", "launch", "tpe", "probe") else group
         return _number(f"{self.seed}/{group}/{tokens}/{routing}")
 
     def task(self, stage: str, tokens: int, routing: str, a: Choice, b: Choice, rounds: int, stop_ratio: float = 0.0) -> dict[str, Any]:
@@ -116,7 +119,8 @@ class Plan:
             "sizes": self.sizes, "capacity": self.capacity, "routing": self.routing, "strategy": self.strategy, "space": self.space,
             "candidates": [c.to_dict() for c in self.candidates], "incumbents": [[start, c.to_dict()] for start, c in self.incumbents],
             "incumbent_from": self.incumbent_from, "default": self.default.to_dict(), "seed": self.seed, "settings": asdict(self.settings),
-            "digest": self.digest, "accounts": self.accounts, "holdout": self.holdout, "scripted": self.scripted, "fingerprint": self.fingerprint(),
+            "digest": self.digest, "accounts": self.accounts, "holdout": self.holdout, "scripted": self.scripted,
+            "named": [c.to_dict() for c in self.named], "fingerprint": self.fingerprint(),
         }
 
     def write(self, folder: Path) -> None:
@@ -136,7 +140,7 @@ class Plan:
                 data["routing"], data["strategy"], data["space"], [Choice.from_dict(c) for c in data["candidates"]],
                 [(start, Choice.from_dict(c)) for start, c in data["incumbents"]], data["incumbent_from"], Choice.from_dict(data["default"]),
                 data["seed"], Settings(**{k: v for k, v in data["settings"].items() if k in known}), data["digest"], data["accounts"],
-                data["holdout"], data["scripted"])
+                data["holdout"], data["scripted"], [Choice.from_dict(c) for c in data["named"]])
         except OSError as error:
             raise UsageError(f"{folder} is no tuning run: {path.name}: {error.strerror}", rule="resume") from None
         except (ValueError, KeyError, TypeError, AttributeError, UsageError) as error:
@@ -156,7 +160,7 @@ def incumbents(query: Query, most: int, library: Library, default: Choice, kind:
         library = Library([(t, p) for t, p in library.tables if t.source == "baseline"], library.problems)
     steps: list[tuple[int, Choice]] = []
     sources: dict[str, None] = {}
-    for tokens in range(most + 1):
+    for tokens in (count for count in edge_counts(library, query) if count <= most):
         pick = lookup(query, tokens, library)
         sources[pick.table.name if pick.table else "the built-in default"] = None
         if not steps or steps[-1][1] != pick.choice:

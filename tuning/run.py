@@ -95,7 +95,8 @@ def make_plan(request: Request, library: Library | None = None) -> tuple[Plan, E
     capacity = -(-most // 128) * 128
     plan = Plan(new_run_id("tune"), request.shape, request.ranks, machine, sizes, capacity, request.routing, request.strategy, request.space,
                 expansion.candidates, steps, source, default, secrets.randbits(31) if request.seed is None else request.seed,
-                request.settings, kernel_digest(), expansion.accounts() | {"why": expansion.example}, list(request.holdout), request.scripted)
+                request.settings, kernel_digest(), expansion.accounts() | {"why": expansion.example}, list(request.holdout), request.scripted,
+                [resolved(choice, request.shape, request.ranks) for choice in request.extra])
     for tokens in sizes:
         check_problem(plan.problem(tokens))
     if request.strategy == "tpe":
@@ -141,7 +142,8 @@ def resume_plan(folder: Path, extra: Sequence[Choice] = ()) -> Plan:
                              f"times of two kinds of machine do not go into one table", rule="resume")
     if extra:
         more = expand(load_space(plan.space), plan.shape, plan.ranks, plan.query.shared_sms(), [*plan.candidates, *extra])
-        plan = replace(plan, candidates=more.candidates, accounts=more.accounts() | {"why": more.example})
+        named = dict.fromkeys([*plan.named, *(resolved(choice, plan.shape, plan.ranks) for choice in extra)])
+        plan = replace(plan, candidates=more.candidates, named=list(named), accounts=more.accounts() | {"why": more.example})
         plan.write(folder)
     return plan
 
@@ -233,6 +235,8 @@ class Run:
                     self.view.note(f"{self.journal.skipped} lines of trials.jsonl are no trials and are not used")
                 if not self.plan.scripted and not self.fit_only:
                     self.built = compile_all(self.plan, self.jobs, self.view.built, self.journal)
+                    self.view.note(f"{len(self.built.resources)} kernels ready after {self.built.seconds:.1f} s, {self.built.sent} of them brought "
+                                   f"along, {len(self.built.refused)} refused")
                 return self._measure(began, deadline)
             finally:
                 self.journal.close()

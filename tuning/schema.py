@@ -96,7 +96,9 @@ class Choice:
 
 @dataclass(frozen=True)
 class Range:
-    """[start, end) of the axis picks configuration ``use``; ``evidence`` names measured rows. Empty: not measured."""
+    """[start, end) of the axis picks configuration ``use``; ``evidence`` names measured rows. Empty: not measured. A baseline may
+    name one to take while the kernel does not implement the one it wants: then ``use`` is what is taken, ``wanted`` what is
+    waited for; once it is there, ``use`` is that, and ``otherwise`` what is not needed any more."""
 
     start: float
     end: float
@@ -104,6 +106,13 @@ class Range:
     evidence: tuple[str, ...]
     line: int = field(default=0, compare=False)
     note: str = ""
+    wanted: str = ""
+    otherwise: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every configuration that is named."""
+        return tuple(filter(None, (self.use, self.wanted, self.otherwise)))
 
 
 @dataclass(frozen=True)

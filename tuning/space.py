@@ -7,6 +7,7 @@ kernel as another one. ``Expansion.accounts`` says so in numbers.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megamoe_cli import paths
-from megamoe_cli.config import KernelConfig, check, resolve
+from megamoe_cli.config import LAUNCH_FIELDS, KernelConfig, check, resolve
 from megamoe_cli.errors import UsageError
 from megamoe_cli.settings import nearest
 from megamoe_cli.shapes import Shape
@@ -27,23 +28,24 @@ MAX_COMBINATIONS = 200_000
 # tolerance of the numerics contract holds for every policy and promotion, and combine sums in slot order in all of them.
 NUMERICS_AXES: frozenset[str] = frozenset()
 # Parameters of a launch, not of a kernel: what is legal with one legal value of them is legal with all.
-LAUNCH_AXES = ("lag", "unit_blocks")
+LAUNCH_AXES = LAUNCH_FIELDS
 _DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(KernelConfig)} | {"ctas": 0}
 
 
 @dataclass(frozen=True)
-class Space:
-    """One named sub-space: axis -> values."""
+class Product:
+    """Every combination of its axes: axis -> values."""
 
-    name: str
     axes: Mapping[str, tuple[Any, ...]]
 
     @property
     def size(self) -> int:
-        total = 1
-        for values in self.axes.values():
-            total *= len(values)
-        return total
+        return math.prod(len(values) for values in self.axes.values())
+
+    @property
+    def per_kernel(self) -> int:
+        """Combinations of the launch axes."""
+        return math.prod(len(values) for axis, values in self.axes.items() if axis in LAUNCH_AXES)
 
     def kernels(self) -> Iterator[Choice]:
         """Every combination of the axes that make a kernel, with the first value of each launch axis."""
@@ -53,10 +55,22 @@ class Space:
             yield Choice.from_dict(dict(zip(own, values)) | first)
 
     def launches(self, kernel: Choice) -> Iterator[Choice]:
-        """The kernel with every combination of the launch axes."""
+        """The kernel with every combination of the launch axes, first values first."""
         own = {axis: values for axis, values in self.axes.items() if axis in LAUNCH_AXES}
         for values in itertools.product(*own.values()):
             yield replace(kernel, config=replace(kernel.config, **dict(zip(own, values))))
+
+
+@dataclass(frozen=True)
+class Space:
+    """One named sub-space: the union of some products."""
+
+    name: str
+    products: tuple[Product, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(product.size for product in self.products)
 
 
 def load_space(text: str) -> Space:
@@ -89,6 +103,19 @@ def read_spaces(path: Path) -> dict[str, Space]:
 
 def _space(name: str, line: int, node: Located, problems: list[Problem]) -> Space | None:
     before = len(problems)
+    nodes = node.value if isinstance(node.value, list) else [node]
+    if not nodes:
+        problems.append(Problem(line, "bad-value", f"space {name!r} has no axes"))
+    made = Space(name, tuple(_product(name, item, problems) for item in nodes))
+    if len(problems) > before:
+        return None
+    if made.size > MAX_COMBINATIONS:
+        problems.append(Problem(line, "space-size", f"space {name!r} has {made.size} combinations; at most {MAX_COMBINATIONS} are expanded"))
+        return None
+    return made
+
+
+def _product(name: str, node: Located, problems: list[Problem]) -> Product:
     axes: dict[str, tuple[Any, ...]] = {}
     with Fields(node, f"space {name!r}", problems) as space:
         for axis in _DEFAULTS:
@@ -101,13 +128,7 @@ def _space(name: str, line: int, node: Located, problems: list[Problem]) -> Spac
                 if not values and len(problems) == before_axis:
                     space.bad(space.line_of(axis), "bad-value", f"axis {axis} has no values")
                 axes[axis] = tuple(dict.fromkeys(values))
-    if len(problems) > before:
-        return None
-    made = Space(name, axes)
-    if made.size > MAX_COMBINATIONS:
-        problems.append(Problem(line, "space-size", f"space {name!r} has {made.size} combinations; at most {MAX_COMBINATIONS} are expanded"))
-        return None
-    return made
+    return Product(axes)
 
 
 @dataclass
@@ -141,28 +162,33 @@ def expand(space: Space, shape: Shape, ranks: int, sms: int | None, extra: Seque
         found.generated += 1
         found.same += (own := resolved(choice, shape, ranks)) in seen
         seen[own] = None
-    per_kernel = space.size // max(1, sum(1 for _ in space.kernels()))
-    for kernel in space.kernels():
-        found.generated += per_kernel
-        plain = replace(kernel, config=replace(kernel.config, lag=0, unit_blocks=1))
-        verdict = check(plain.config, shape, ranks, sms, kernel.ctas or None)
-        if not verdict:
-            found.refused[verdict.rule] += per_kernel
-            found.example.setdefault(verdict.rule, verdict.explanation)
-            continue
-        settled = resolved(plain, shape, ranks)
-        settled = replace(settled, config=replace(settled.config, lag=kernel.config.lag, unit_blocks=kernel.config.unit_blocks))
-        for choice in space.launches(settled):
-            bounds = check(choice.config, shape, ranks, sms, choice.ctas or None)
-            if not bounds:
-                found.refused[bounds.rule] += 1
-                found.example.setdefault(bounds.rule, bounds.explanation)
-                continue
-            found.same += choice in seen
-            seen[choice] = None
+    for product in space.products:
+        for kernel in product.kernels():
+            _add_kernel(product, kernel, shape, ranks, sms, found, seen)
     found.candidates = list(seen)
     found.accounts()
     return found
+
+
+def _add_kernel(product: Product, kernel: Choice, shape: Shape, ranks: int, sms: int | None, found: Expansion, seen: dict[Choice, None]) -> None:
+    """One kernel with all its launch parameters, each counted once."""
+    found.generated += product.per_kernel
+    plain = replace(kernel, config=kernel_key(kernel.config))
+    verdict = check(plain.config, shape, ranks, sms, kernel.ctas or None)
+    if not verdict:
+        found.refused[verdict.rule] += product.per_kernel
+        found.example.setdefault(verdict.rule, verdict.explanation)
+        return
+    settled = resolved(plain, shape, ranks)
+    settled = replace(settled, config=replace(settled.config, **{axis: getattr(kernel.config, axis) for axis in LAUNCH_AXES}))
+    for choice in product.launches(settled):
+        bounds = check(choice.config, shape, ranks, sms, choice.ctas or None)
+        if not bounds:
+            found.refused[bounds.rule] += 1
+            found.example.setdefault(bounds.rule, bounds.explanation)
+            continue
+        found.same += choice in seen
+        seen[choice] = None
 
 
 def resolved(choice: Choice, shape: Shape, ranks: int) -> Choice:
@@ -170,9 +196,14 @@ def resolved(choice: Choice, shape: Shape, ranks: int) -> Choice:
     return replace(choice, config=resolve(choice.config, shape, ranks))
 
 
+def kernel_key(config: KernelConfig) -> KernelConfig:
+    """What is compiled: configurations that differ in launch parameters only have one key."""
+    return replace(config, **{axis: _DEFAULTS[axis] for axis in LAUNCH_AXES})
+
+
 def kernels_of(choices: Sequence[Choice]) -> list[KernelConfig]:
     """The distinct kernels to compile: choices that differ in launch parameters only share one."""
     distinct: dict[KernelConfig, KernelConfig] = {}
     for choice in choices:
-        distinct.setdefault(replace(choice.config, lag=0, unit_blocks=1), choice.config)
+        distinct.setdefault(kernel_key(choice.config), choice.config)
     return list(distinct.values())

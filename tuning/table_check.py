@@ -35,6 +35,7 @@ CHECK_RULES = {
     "missing-evidence": "in a measured table a range without evidence uses the default",
     "model-marked": "a static table has model times only, a measured one has none",
     "validation": "held-out sizes were not slower than the table's own limit",
+    "awaited": "the kernel implements what a baseline's range would rather take (warning)",
     "unused-configuration": "every configuration is used (warning)",
     "stale": "the kernel sources are those the table was measured with (warning)",
     "dirty": "the kernel was built from committed sources (warning)",
@@ -100,10 +101,13 @@ def _configurations(table: Table, problems: list[Problem]) -> None:
     for name, choice in table.configs.items():
         line = table.lines.get(f"configs.{name}", 1)
         verdict = check_config(choice.config, shape, ranks, sms, choice.ctas or None)
-        if not verdict:
+        users = [r for r in table.ranges if r.use == name]
+        waits = [r for r in table.ranges if r.wanted == name]
+        if verdict.rule == "not-implemented" and waits and not users and name != table.default:
+            problems.append(Problem(line, "awaited", f"configuration {name!r}: {verdict.explanation}; {waits[0].use!r} is taken meanwhile", WARNING))
+        elif not verdict:
             problems.append(Problem(line, "illegal-configuration", f"configuration {name!r}: {verdict.rule}: {verdict.explanation}"))
         policy = table.policies.get(choice.config.policy)
-        users = [r for r in table.ranges if r.use == name]
         if policy is not None and not policy.enabled:
             for entry in users:
                 problems.append(Problem(entry.line, "disabled-policy",
@@ -111,14 +115,14 @@ def _configurations(table: Table, problems: list[Problem]) -> None:
             if name == table.default:
                 problems.append(Problem(table.lines.get("default", line), "disabled-policy",
                                         f"the default {name!r} has the disabled policy {choice.config.policy!r}"))
-        if not users and name != table.default and not table.measured(name):
+        if not any(name in r.names for r in table.ranges) and name != table.default and not table.measured(name):
             problems.append(Problem(line, "unused-configuration", f"nothing uses configuration {name!r}", WARNING))
     known = set(table.configs)
     if table.default not in known:
         problems.append(Problem(table.lines.get("default", 1), "unknown-configuration", f"the default {table.default!r} is not in configs"))
     for entry in table.ranges:
-        if entry.use not in known:
-            problems.append(Problem(entry.line, "unknown-configuration", f"{_span(entry)} picks {entry.use!r}, which is not in configs"))
+        for name in (name for name in entry.names if name not in known):
+            problems.append(Problem(entry.line, "unknown-configuration", f"{_span(entry)} picks {name!r}, which is not in configs"))
 
 
 def geometry(table: Table) -> tuple[Shape | None, int | None, int | None]:

@@ -28,7 +28,7 @@ def pick_at(table: Table, value: float) -> Choice:
 def slowdowns(table: Table, choice: Choice, low: float, high: float) -> dict[int, float]:
     """Tokens -> how much slower ``choice`` was than the best configuration measured there, for sizes in [low, high). By the
     paired ratios to the machine's incumbent: times of different moments are not compared."""
-    ranks, topk, experts = (table.match.get(key) or 1 for key in ("ranks", "topk", "experts"))
+    ranks, topk, experts = _scale(table)
     names = [name for name, own in table.configs.items() if own == choice]
     by_size: dict[int, list[Evidence]] = {}
     for row in table.evidence:
@@ -107,12 +107,18 @@ def _renamed(table: Table, number: int, tables: Sequence[Table]) -> Table:
         provenance={**table.provenance, "machines": [{**m, "id": machines[str(m["id"])]} for m in table.provenance.get("machines", [])]})
 
 
+def _scale(table: Table) -> tuple[int, int, int]:
+    """(ranks, topk, experts) as far as the match fixes them."""
+    ranks, topk, experts = (table.match.get(key) or 1 for key in ("ranks", "topk", "experts"))
+    return ranks, topk, experts
+
+
 def _name_of(configs: dict[str, Choice], choice: Choice) -> str:
     return next(name for name, own in configs.items() if own == choice)
 
 
 def _rows_in(table: Table, use: str, low: float, high: float) -> list[Evidence]:
-    ranks, topk, experts = (table.match.get(key) or 1 for key in ("ranks", "topk", "experts"))
+    ranks, topk, experts = _scale(table)
     return [row for row in table.measured(use) if low <= table.axis_value(row.tokens, ranks, topk, experts) < high]
 
 
@@ -158,9 +164,9 @@ def _worst(found: Sequence[Any]) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class Difference:
-    """[low, high): what each table picks. ``verdict``: ``same`` when each table's evidence has the two within tolerance,
-    ``differs`` when it does not, ``unknown`` when a pick was never measured there. ``cost``: the worst slowdown of taking
-    the other table's pick, as a fraction, where known."""
+    """[low, high): what each table picks. ``verdict``: ``same`` when the evidence has the two within what the runs call
+    equally good, ``differs`` when it does not, ``unknown`` when there is none. ``cost``: how far apart they are, as a fraction, at the
+    worst size."""
 
     low: float
     high: float
@@ -174,24 +180,69 @@ class Difference:
                 "verdict": self.verdict, "cost": self.cost}
 
 
-def diff(a: Table, b: Table, tolerance: float = TOLERANCE) -> list[Difference]:
-    """Where two tables of one axis pick differently."""
+def equally_good(a: Table, b: Table) -> float:
+    """How far apart two picks may be that both runs let pass: the tolerance they fitted with or the slowdown they allowed on held-out
+    sizes, and the noise that each showed against itself."""
+    fitted = max(float(t.provenance.get("tolerance", TOLERANCE)) for t in (a, b))
+    allowed = max(float((t.validation or {}).get("max_slowdown") or 1.0) - 1 for t in (a, b))
+    return max(fitted, allowed) + sum(max((float(m.get("aa_noise", 0.0)) for m in t.provenance.get("machines", [])), default=0.0) for t in (a, b))
+
+
+def diff(a: Table, b: Table) -> list[Difference]:
+    """Where two tables of one axis pick differently. Stretches that hold no token count are none."""
+    tolerance = equally_good(a, b)
     if a.axis != b.axis:
         raise UsageError(f"{a.path} is by {a.axis}, {b.path} by {b.axis}; their ranges cannot be compared", rule="diff-axis")
     found: list[Difference] = []
     for low, high in edges((a, b)):
         first, second = pick_at(a, low), pick_at(b, low)
-        if first == second:
+        if first == second or not _holds_a_count(a, b, low, high):
             continue
         last = found[-1] if found else None
         if last and (last.first, last.second, last.high) == (first, second, low):
             low = last.low
             found.pop()
-        crossed = [*slowdowns(a, second, low, high).values(), *slowdowns(b, first, low, high).values()]
-        cost = max(crossed, default=None)
+        cost = _cost(a, b, first, second, low, high)
         verdict = "unknown" if cost is None else "same" if cost <= tolerance else "differs"
         found.append(Difference(low, high, first, second, verdict, cost))
     return found
+
+
+def _holds_a_count(a: Table, b: Table, low: float, high: float) -> bool:
+    """Is there a whole number of tokens whose load lies in [low, high)? True where the tables match different things."""
+    scale = a.axis_value(1, *_scale(a))
+    return a.match != b.match or math.ceil(low / scale - 1e-9) * scale < high
+
+
+def _cost(a: Table, b: Table, first: Choice, second: Choice, low: float, high: float) -> float | None:
+    """How far apart the two picks are in [low, high), as a fraction, at the worst size: by the ratios of the tables which
+    measured both; where none did, by both picks' ratios to the built-in default, which every run measures. Where
+    no measured size lies inside, the better of the two sizes around it: two tables may set one boundary a little apart."""
+    inside = _cost_at(a, b, first, second, low, high)
+    if inside is not None or math.isinf(high):
+        return inside
+    loads = sorted({t.axis_value(row.tokens, *_scale(t)) for t in (a, b) for row in t.evidence})
+    around = [max((v for v in loads if v < low), default=None), min((v for v in loads if v >= high), default=None)]
+    costs = [_cost_at(a, b, first, second, v, math.nextafter(v, math.inf)) for v in around if v is not None]
+    return min((cost for cost in costs if cost is not None), default=None)
+
+
+def _cost_at(a: Table, b: Table, first: Choice, second: Choice, low: float, high: float) -> float | None:
+    ratios: dict[int, list[float]] = {}
+    for table in (a, b):
+        one, two = (_times(table, choice, low, high, "vs_incumbent") for choice in (first, second))
+        for tokens in one.keys() & two.keys():
+            ratios.setdefault(tokens, []).append(one[tokens] / two[tokens])
+    if not ratios:
+        mine, theirs = _times(a, first, low, high, "vs_default"), _times(b, second, low, high, "vs_default")
+        ratios = {tokens: [mine[tokens] / theirs[tokens]] for tokens in mine.keys() & theirs.keys()}
+    return max((max(value, 1 / value) - 1 for found in ratios.values() for value in found), default=None)
+
+
+def _times(table: Table, choice: Choice, low: float, high: float, over: str) -> dict[int, float]:
+    """Tokens -> the row's ratio (``vs_incumbent`` or ``vs_default``), for sizes in [low, high) where it was measured."""
+    names = [name for name, own in table.configs.items() if own == choice]
+    return {row.tokens: getattr(row, over) for name in names for row in _rows_in(table, name, low, high) if getattr(row, over) is not None}
 
 
 def model_error(a: Table, b: Table) -> dict[str, Any] | None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megamoe_cli.config import check as check_config
 from megamoe_cli.errors import UsageError
 from megamoe_cli.tuning.schema import (
     ANY, AXES, INTEGER_KEYS, KERNEL, MATCH_KEYS, SCHEMA, SOURCES, TEXT_KEYS, VERDICTS, Choice, Evidence, Match, Policy, Range,
@@ -41,7 +43,8 @@ def decode(text: str, path: Path | None, problems: list[Problem]) -> Table | Non
         match = _match(top, problems, str(provenance.get("source", "")))
         configs = _configs(top, problems, lines)
         policies = _policies(top, problems)
-        ranges = tuple(_range(item, problems) for item in top.items("ranges"))
+        source = str(provenance.get("source", ""))
+        ranges = tuple(_settled(_range(item, problems), configs, source, problems) for item in top.items("ranges"))
         evidence = tuple(_evidence(item, problems) for item in top.items("evidence", required=False))
         table = Table(
             path, match, top.text("axis", choices=AXES), top.text("default"), tuple(r for r in ranges if r), configs, policies,
@@ -127,10 +130,22 @@ def _range(node: Located, problems: list[Problem]) -> Range | None:
         end = entry.take("to", _upper, "a number or .inf", math.inf)
         use = entry.text("use")
         ids = entry.take("evidence", _texts, "a list of evidence ids", ())
-        note = entry.text("note", required=False)
+        note, otherwise = entry.text("note", required=False), entry.text("otherwise", required=False)
         if start is not None and (start < 0 or math.isinf(start)):
             entry.bad(entry.line_of("from"), "bad-value", f"a range starts at {start:g}; loads are finite and not negative")
-    return None if any(p.rule != "unknown-key" for p in problems[before:]) else Range(start, end, use, tuple(ids), node.line, note)
+    return None if any(p.rule != "unknown-key" for p in problems[before:]) else Range(start, end, use, tuple(ids), node.line, note, "", otherwise)
+
+
+def _settled(entry: Range | None, configs: dict[str, Choice], source: str, problems: list[Problem]) -> Range | None:
+    """A baseline's range whose wish the kernel does not implement yet takes what it names otherwise; nothing else may name one."""
+    if entry is None or not entry.otherwise:
+        return entry
+    if source != "baseline":
+        problems.append(Problem(entry.line, "bad-value", f"only a baseline has an otherwise; a {source} table says what was found"))
+        return None
+    if entry.use in configs and check_config(configs[entry.use].config).rule == "not-implemented":
+        return replace(entry, use=entry.otherwise, wanted=entry.use, otherwise="")
+    return entry
 
 
 def _evidence(node: Located, problems: list[Problem]) -> Evidence | None:

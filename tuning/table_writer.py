@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megamoe_cli.errors import UsageError
-from megamoe_cli.tuning.schema import KERNEL, SCHEMA, Evidence, Range, Span, Table
+from megamoe_cli.tuning.schema import KERNEL, SCHEMA, Choice, Evidence, Range, Span, Table
 
 EXPORT_SCHEMA = "megamoe.table-export/1"
 
@@ -48,7 +48,9 @@ def _match_value(value: int | str | Span) -> Any:
 
 
 def _range(entry: Range) -> dict[str, Any]:
-    return ({"from": _number(entry.start), "to": _number(entry.end), "use": entry.use, "evidence": list(entry.evidence)}
+    otherwise = entry.use if entry.wanted else entry.otherwise
+    return ({"from": _number(entry.start), "to": _number(entry.end), "use": entry.wanted or entry.use, "evidence": list(entry.evidence)}
+            | ({"otherwise": otherwise} if otherwise else {})
             | ({"note": entry.note} if entry.note else {}))
 
 
@@ -133,12 +135,18 @@ def to_json(table: Table) -> str:
     ranges = [{"from": r.start, "to": None if math.isinf(r.end) else r.end, "use": r.use, "measured": bool(r.evidence)} for r in table.ranges]
     return json.dumps({"schema": EXPORT_SCHEMA, "source": table.source, "digest": table.digest, "axis": table.axis,
                        "match": to_dict(table)["match"], "default": table.default, "ranges": ranges,
-                       "configs": {name: choice.to_dict() | {"ctas": choice.ctas} for name, choice in table.configs.items()}}, indent=1) + "\n"
+                       "configs": {name: choice.to_dict() | {"ctas": choice.ctas} for name, choice in picked(table).items()}}, indent=1) + "\n"
+
+
+def picked(table: Table) -> dict[str, Choice]:
+    """The configurations that some load gets; others are in a table for their evidence."""
+    used = {table.default, *(entry.use for entry in table.ranges)}
+    return {name: choice for name, choice in table.configs.items() if name in used}
 
 
 def to_header(table: Table, origin: str) -> str:
     """C++14: ``megamoe_table::pick(load)`` is a constexpr function from the axis value to a Config."""
-    names = list(table.configs)
+    names = list(picked(table))
     fields = [key for key in next(iter(table.configs.values())).to_dict() if key != "ctas"] + ["ctas"]
     texts = [key for key in fields if isinstance(getattr(table.configs[names[0]].config, key, 0), str)]
     rows = []

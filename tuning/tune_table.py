@@ -49,14 +49,27 @@ def _axis(plan: Plan, tokens: float) -> float:
     return float(f"{plan.load(tokens):.6g}")
 
 
-def names_of(fitted: Fit, default: Choice) -> dict[Choice, str]:
+def names_of(fitted: Fit, default: Choice, others: Sequence[Choice] = ()) -> dict[Choice, str]:
+    """``cN``: picked by a range. ``xN``: not picked, but measured at every size, so that tables can be compared."""
     chosen = [c for c in fitted.choices if c != default]
-    return {default: "default"} | {choice: f"c{n}" for n, choice in enumerate(chosen, 1)}
+    beside = [c for c in others if c not in chosen and c != default]
+    return {default: "default"} | {c: f"c{n}" for n, c in enumerate(chosen, 1)} | {c: f"x{n}" for n, c in enumerate(beside, 1)}
+
+
+def measured_everywhere(plan: Plan, out: Outcome) -> list[Choice]:
+    """Configurations with an evidence row at every searched size."""
+    known: dict[Choice, set[int]] = {}
+    for tokens, routing, choice in out.records:
+        if routing == plan.routing:
+            known.setdefault(choice, set()).add(tokens)
+    for tokens in out.base_times:
+        known.setdefault(plan.incumbent(tokens), set()).add(tokens)
+    return sorted((c for c, sizes in known.items() if out.searched and out.searched <= sizes), key=lambda c: c.name())
 
 
 def measured_table(plan: Plan, out: Outcome, machines: Sequence[Mapping[str, Any]], source: Mapping[str, Any]) -> Table:
     """``machines``: facts of the GPUs that measured. ``source``: commit and dirty of the sources."""
-    names = names_of(out.fitted, plan.default)
+    names = names_of(out.fitted, plan.default, measured_everywhere(plan, out))
     rows: list[Evidence] = []
     ids: dict[Choice, dict[int, str]] = {}
     for tokens in sorted(out.noise):

@@ -6,23 +6,23 @@ Everything is decided from trials in the journal, so replaying them repeats the 
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from megamoe_cli.config import KernelConfig
 from megamoe_cli.tuning.fit import Fit, Point, fit
 from megamoe_cli.tuning.journal import Trial
-from megamoe_cli.tuning.measurer import Measurer, Stop
+from megamoe_cli.tuning.measurer import IncumbentFailed, Measurer, Stop
 from megamoe_cli.tuning.paired import Ratio, ratio, verdict
 from megamoe_cli.tuning.plan import Plan, visiting_order
 from megamoe_cli.tuning.schema import Choice
-from megamoe_cli.tuning.search import search
+from megamoe_cli.tuning.search import neighbours, search
 from megamoe_cli.tuning.validation import Held, HeldOut, validate
 
-SCREEN_SHARE = 0.6  # of a size's time, for screening; the rest for its finals and the cross measurements
+SCREEN_SHARE = 0.5  # of a size's time, for screening; the rest for its finals and the cross measurements
 CROSS_LIMIT = 8  # configurations that are measured at every size, beside default and incumbents
 CONFIRM_ROUNDS = 4  # fits in a row that may still name something unconfirmed
-SEARCH_SHARE = 0.65  # of the budget; the rest is for confirmation and validation
+SEARCH_SHARE = 0.72  # of the budget; the rest is for confirmation and validation
 
 
 @dataclass
@@ -70,10 +70,19 @@ class Tuner:
         self.plan, self.measurer, self.registers, self.on_stage = plan, measurer, registers, on_stage
         self.out = Outcome()
         self.extra: list[Point] = []  # held-out sizes that became points of the fit
+        self.screened: dict[int, dict[KernelConfig, float]] = {}  # tokens -> kernel -> time over the best kernel's there
         self._slice_end: float | None = None
 
     def run(self) -> Outcome:
-        """Never loses what was measured: on Stop the best so far is fitted and marked."""
+        """Never loses what was measured: on Stop the best so far is fitted and marked. An incumbent that turns out to be no
+        valid kernel starts everything again without it; what still holds is in the journal."""
+        while True:
+            try:
+                return self._run()
+            except IncumbentFailed as failed:
+                self.out, self.screened, self.extra = Outcome(notes=[*self.out.notes, str(failed)]), {}, []
+
+    def _run(self) -> Outcome:
         clock = self.measurer.clock
         left = clock.left()
         try:
@@ -91,26 +100,31 @@ class Tuner:
             except Stop as stop:  # the best so far stands, unconfirmed where time ended; the table says partial
                 self.out.stopped = stop.reason
                 self._refit(self.extra)
+        self.out.notes += self.measurer.families.lines()
         return self.out
 
     def slice_over(self) -> bool:
         """With a budget, each size has its share of what is left for searching: finals come instead of more screening."""
-        return self._slice_end is not None and time.monotonic() >= self._slice_end
+        return self._slice_end is not None and self.measurer.clock.now() >= self._slice_end
 
-    def _start_slice(self, sizes_left: int) -> None:
+    def _start_slice(self, order: Sequence[int], number: int) -> None:
+        """Sizes where every kernel is screened get more, and the first of them, which loads all kernels, most."""
         left = self.measurer.clock.left()
-        self._slice_end = None if left is None else time.monotonic() + SCREEN_SHARE * max(0.0, left) / sizes_left
+        weights = [1 if neighbours(t, order[:n]) else 4 for n, t in enumerate(order)]
+        weights[0] = 8
+        self._slice_end = None if left is None else \
+            self.measurer.clock.now() + SCREEN_SHARE * max(0.0, left) * weights[number] / sum(weights[number:])
 
     # -- search --------------------------------------------------------------------------------
 
     def _search(self) -> None:
         order = visiting_order(self.plan.sizes)
-        for number, tokens in enumerate(order, 1):
-            self.on_stage(f"{tokens} tokens ({number} of {len(order)} sizes): noise of the incumbent")
+        for number, tokens in enumerate(order):
+            self.on_stage(f"{tokens} tokens ({number + 1} of {len(order)} sizes): noise of the incumbent")
             if not self._noise(tokens):
                 continue
-            self.on_stage(f"{tokens} tokens ({number} of {len(order)} sizes): {self.plan.strategy} over {len(self.alive())} candidates")
-            self._start_slice(len(order) - number + 1)
+            self.on_stage(f"{tokens} tokens ({number + 1} of {len(order)} sizes): {self.plan.strategy} over {len(self.alive())} candidates")
+            self._start_slice(order, number)
             search(self, tokens)
             self.out.searched.add(tokens)
         self._cross()
@@ -128,12 +142,12 @@ class Tuner:
 
     def alive(self) -> list[Choice]:
         """Candidates that nothing disqualified."""
-        return [c for c in self.plan.candidates if c not in self.measurer.failed]
+        return [c for c in self.plan.candidates if not self.measurer.barred(c)]
 
     def final(self, tokens: int, choice: Choice) -> Record | None:
         """The decisive measurement before the fit; a second, longer one when the first is unclear. None: it failed."""
         own, settings = self.plan.incumbent(tokens), self.plan.settings
-        if choice == own or choice in self.measurer.failed:
+        if choice == own or self.measurer.barred(choice):
             return None
         trials = [self.measurer.duel("final", tokens, choice, own, settings.final_rounds)]
         record = self._record(choice, tokens, trials)
@@ -199,7 +213,7 @@ class Tuner:
         return self.out.fitted
 
     def _confirm(self, extra: Sequence[Point] = ()) -> None:
-        """Every pick that is not the incumbent is measured again by processes that never ran anything, on fresh inputs;
+        """Every pick that is not the incumbent is measured again by processes that searched nothing, on fresh inputs;
         only that number counts. A gain that does not repeat is gone."""
         own_size = {point.tokens for point in self._points()}
         for turn in range(CONFIRM_ROUNDS):
@@ -208,7 +222,7 @@ class Tuner:
             if not wanted:
                 return
             self.on_stage(f"confirmation in a fresh process: {len(wanted)} picks")
-            self.measurer.group.restart()
+            self.measurer.fresh_processes()
             for tokens, choice in wanted:
                 self._confirm_one(tokens, choice)
             self._refit(extra)

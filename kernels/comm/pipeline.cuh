@@ -17,8 +17,7 @@ struct RingCursor {
 
 template <class C>
 MM_DEVICE Tile read_tile(u8* smem, const RingCursor<kTileSlots>& at) {
-    const Vec4 v = hw::lds_vec4(smem + SharedPlan<C>::kRing + at.slot() * kTileBytes);
-    return {v.x, v.y, v.z, v.w};
+    return Tile::unpacked(hw::lds_vec4(smem + SharedPlan<C>::kRing + at.slot() * kTileBytes));
 }
 
 // Named barriers (0 is the CTA's).
@@ -26,6 +25,7 @@ enum BarrierId : u32 { kBarDispatch = 1, kBarMath = 2, kBarWarpgroup0 = 3, kBarW
 
 template <class C>
 struct CtaBarriers {
+    static constexpr u32 kMathWarps = 4 * C::kMathWarpgroups;
     u64* base;
     MM_DEVICE explicit CtaBarriers(u8* smem) : base(reinterpret_cast<u64*>(smem + SharedPlan<C>::kBarriers)) {}
     MM_DEVICE u64* stage_full(u32 s) const { return base + s; }
@@ -39,11 +39,12 @@ struct CtaBarriers {
     MM_DEVICE void init() const {
         for (u32 s = 0; s < C::kStages; ++s) {
             hw::mbarrier_init(stage_full(s), 2);                          // A loader, B loader
-            hw::mbarrier_init(stage_empty(s), 4 * C::kMathWarpgroups);    // one lane of each math warp
+            hw::mbarrier_init(stage_empty(s), C::kCluster * kMathWarps);  // one lane of each math warp: a stage is loaded by both CTAs of a pair
         }
         for (u32 s = 0; s < kTileSlots; ++s) {
             hw::mbarrier_init(tile_full(s), 1);                           // scheduler
-            hw::mbarrier_init(tile_empty(s), 1 + 4 * C::kMathWarpgroups); // A loader, math warps
+            // A loader and math warps; in a pair those of both CTAs, and the other's weight loader (used in CTA 0 only).
+            hw::mbarrier_init(tile_empty(s), C::kCluster * (1 + kMathWarps) + C::kCluster - 1);
         }
         for (u32 i = 0; i < SharedPlan<C>::kNumPull; ++i) hw::mbarrier_init(pull(i), 1);
         hw::mbarrier_init(tables(), 1);
@@ -55,8 +56,41 @@ struct CtaBarriers {
 // arrives on tile_empty.
 template <class C>
 MM_DEVICE Tile wait_tile(const KernelParams& p, u8* smem, const CtaBarriers<C>& bars, const RingCursor<kTileSlots>& at) {
-    mbarrier_wait(p, bars.tile_full(at.slot()), at.parity(), kWaitTileFull, at.slot());
+    mbarrier_wait<(C::kCluster > 1)>(p, bars.tile_full(at.slot()), at.parity(), kWaitTileFull, at.slot());
     return read_tile<C>(smem, at);
 }
+
+// What the epilogue of the tile at a ring position needs of its rows: routing weights (L1) or metadata (L2).
+template <class C>
+MM_DEVICE u8* side_data(u8* smem, const RingCursor<kTileSlots>& at) {
+    return smem + SharedPlan<C>::kSide + at.slot() * SharedPlan<C>::kSideBytes;
+}
+
+// One lane of a math warp, after a warp_sync: the warp has read the stage. Both CTAs of a pair load into it.
+template <class C>
+MM_DEVICE void release_stage(const CtaBarriers<C>& bars, u32 slot) {
+    if constexpr (C::kCluster == 1) {
+        hw::mbarrier_arrive(bars.stage_empty(slot));
+    } else {
+#pragma unroll
+        for (u32 cta = 0; cta < C::kCluster; ++cta) hw::mbarrier_arrive_cluster(bars.stage_empty(slot), cta);
+    }
+}
+template <class C>
+MM_DEVICE void wait_stage_empty(const KernelParams& p, const CtaBarriers<C>& bars, const RingCursor<C::kStages>& stage) {
+    mbarrier_wait<(C::kCluster > 1)>(p, bars.stage_empty(stage.slot()), stage.parity() ^ 1, kWaitStageEmpty, stage.slot());
+}
+
+// One thread: the tile's slot is no longer needed by its role or warp. The scheduler waits in CTA 0.
+template <class C>
+MM_DEVICE void release_tile(const CtaBarriers<C>& bars, u32 slot) {
+    if constexpr (C::kCluster == 1) hw::mbarrier_arrive(bars.tile_empty(slot));
+    else hw::mbarrier_arrive_cluster(bars.tile_empty(slot), 0);
+}
+
+// Clusters of a launch, and this CTA's place. Both CTAs of a pair work on the same weights and neighbouring row blocks.
+template <class C> MM_DEVICE u32 cluster_idx() { return hw::cta_idx() / C::kCluster; }
+template <class C> MM_DEVICE u32 num_clusters() { return hw::num_ctas() / C::kCluster; }
+template <class C> MM_DEVICE u32 cta_in_cluster() { return C::kCluster == 1 ? 0 : hw::cluster_cta_rank(); }
 
 }  // namespace megamoe

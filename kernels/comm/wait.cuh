@@ -34,12 +34,15 @@ MM_DEVICE bool wait_equal(const KernelParams& p, const u32* word, u32 expected, 
 }
 
 // Several soft waits may follow one another before a local pipeline moves on, so its bound is 8 times theirs.
+// kCluster: threads of the cluster's other CTA arrive on it too.
+template <bool kCluster = false>
 MM_DEVICE void mbarrier_wait(const KernelParams& p, u64* bar, u32 parity, WaitId id, u32 index) {
-    if (hw::mbarrier_try_wait(bar, parity)) return;
+    const auto passed = [&] { return kCluster ? hw::mbarrier_try_wait_cluster(bar, parity) : hw::mbarrier_try_wait(bar, parity); };
+    if (passed()) return;
     const u32 start = now_ms();
     bool done = false;
     do {
-        done = hw::mbarrier_try_wait(bar, parity);
+        done = passed();
     } while (!done && now_ms() - start <= static_cast<u32>(p.timeout_ns >> 17));
     if (!done) {
         record_fault(p, kLocalWaitTimeout, {static_cast<u32>(id), index, parity ^ 1, parity}, p.timeout_ns * 8);

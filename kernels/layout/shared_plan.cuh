@@ -1,7 +1,7 @@
 // The whole shared-memory plan of a CTA. Offsets that the math loop uses are compile-time constants;
 // parts whose size depends on the shape come last.
 #pragma once
-#include "symmetric_buffer.cuh"
+#include "tile_shape.cuh"
 
 namespace megamoe {
 
@@ -18,16 +18,21 @@ struct Tile {
     u32 head;      // TileKind | arrival bank << 4 | maxima buffer << 5 | valid << 8
     u32 expert;    // local expert
     u32 n;         // column tile
-    u32 row0;      // first pool row
+    u32 row0;      // first pool row, as a place in memory
+    u32 block;     // its row block (of BLOCK_M) among all of the pool: names its counters
     MM_HOST_DEVICE static u32 make_head(u32 kind, u32 bank, u32 valid) { return kind | bank << 4 | valid << 8; }
     MM_HOST_DEVICE u32 kind() const { return head & 0xf; }
     MM_HOST_DEVICE u32 bank() const { return head >> 4 & 1; }
     MM_HOST_DEVICE u32 maxima_buffer() const { return head >> 5 & 1; }   // alternates between L1 tiles of a CTA
     MM_HOST_DEVICE void set_maxima_buffer(u32 buffer) { head |= buffer << 5; }
     MM_HOST_DEVICE u32 without_rows() const { return head & 0xff; }      // this head with valid() = 0
-    MM_HOST_DEVICE u32 valid() const { return head >> 8; }   // rows of this block that exist, 1..BLOCK_M
+    MM_HOST_DEVICE u32 valid() const { return head >> 8; }   // rows of this block that exist: 1..BLOCK_M, in a pair 0..BLOCK_M
+    // 16 bytes in the ring. Experts of a rank and column tiles each stay below 2^16.
+    MM_HOST_DEVICE Vec4 packed() const { return {head, expert | n << 16, row0, block}; }
+    static MM_HOST_DEVICE Tile unpacked(Vec4 v) { return {v.x, v.y & 0xffff, v.y >> 16, v.z, v.w}; }
 };
 constexpr u32 kTileBytes = 16;
+constexpr u32 kWeightTileRows = 256;   // rows of weights that lie together for each K-block
 constexpr u32 kSideBytesPerRow = 12;   // per row of a tile: routing weight (L1) or metadata (L2)
 
 template <class C>
@@ -41,8 +46,9 @@ struct SharedPlan {
     static constexpr u32 kA = 0;
     static constexpr u32 kB = kA + C::kStages * kABytes;
     static constexpr u32 kSfa = kB + C::kStages * kBBytes;
-    static constexpr u32 kAmax = kSfa + C::kStages * kSfaBytes;           // f32[2 buffers][2 warpgroups][kARows]
-    static constexpr u32 kSide = kAmax + 2 * 2 * kARows * 4;              // per tile slot: what its epilogue needs of its rows
+    static constexpr u32 kCarry = kSfa + C::kStages * kSfaBytes;          // rescaling: f32[accumulator][math thread]
+    static constexpr u32 kAmax = kCarry + TileShape<C>::kCarryBytes;      // f32[2 buffers][column parts][kARows]
+    static constexpr u32 kSide = kAmax + 2 * TileShape<C>::kParts * kARows * 4;   // per tile slot: what its epilogue needs of its rows
     static constexpr u32 kSideBytes = C::kBlockM * kSideBytesPerRow;
     static constexpr u32 kRing = kSide + (kTileSlots * kSideBytes + 127) / 128 * 128;
     static constexpr u32 kBarriers = kRing + kTileSlots * kTileBytes;

@@ -10,6 +10,7 @@ MM_HOST_DEVICE constexpr u32 ceil_div(u32 x, u32 d) { return (x + d - 1) / d; }
 
 struct BufferShape {
     u32 ranks, capacity, hidden, intermediate, experts, topk;
+    u32 ring_rows = 0;   // 0: the whole pool
 };
 
 // Pool rows: every row a rank can receive, and each expert's segment rounded up to 128.
@@ -21,6 +22,7 @@ MM_HOST_DEVICE constexpr u64 pool_rows(const BufferShape& s) {
 
 MM_HOST_DEVICE constexpr u64 region_bytes(const BufferShape& s, u32 region) {
     const u64 p = pool_rows(s), local = s.experts / s.ranks;
+    const u64 ring = s.ring_rows ? s.ring_rows : p;
     const u64 c = s.capacity, h = s.hidden, i = s.intermediate, k = s.topk;
     switch (region) {
         case kControl: return 256 * 4;
@@ -31,17 +33,18 @@ MM_HOST_DEVICE constexpr u64 region_bytes(const BufferShape& s, u32 region) {
         case kSendCount: return 2ull * s.experts * 4;
         case kL1Arrival: return 2 * (p / kArrivalGranularity) * 4;
         case kL2Arrival: return 2 * (p / kArrivalGranularity) * 4;
+        case kPoolFree: return 2 * (p / kTokenAlignment) * 4;
         case kRecvCountSum: return local * 4;
-        case kMetadata: return p * 3 * 4;
+        case kMetadata: return ring * 3 * 4;
         case kX: return c * h;
         case kXSf: return c * (h / 128) * 4;
         case kTopkIdx: return c * k * 8;
         case kTopkWeights: return c * k * 4;
-        case kL1Acts: return p * h;
-        case kL1ActsSf: return (h / 128) * p * 4;
-        case kL1TopkWeights: return p * 4;
-        case kL2Acts: return p * i;
-        case kL2ActsSf: return (i / 128) * p * 4;
+        case kL1Acts: return ring * h;
+        case kL1ActsSf: return (h / 128) * ring * 4;
+        case kL1TopkWeights: return ring * 4;
+        case kL2Acts: return ring * i;
+        case kL2ActsSf: return (i / 128) * ring * 4;
         case kCombine: return k * c * h * 2;
         default: return 0;
     }
@@ -66,6 +69,10 @@ MM_DEVICE u32* control_word(const KernelParams& p, ControlWord word) {
 MM_DEVICE u32* arrival_bank(const KernelParams& p, Region region, u32 bank) {
     return local_region<u32>(p, region) + bank * (p.pool_rows / kArrivalGranularity);
 }
+MM_DEVICE u32* pool_free_bank(const KernelParams& p, u32 bank) {
+    return local_region<u32>(p, kPoolFree) + bank * (p.pool_rows / kTokenAlignment);
+}
+MM_DEVICE bool pool_is_ring(const KernelParams& p) { return p.ring_rows < p.pool_rows; }
 MM_DEVICE u32* tile_counter(const KernelParams& p, u32 bank) {
     return local_region<u32>(p, kControl) + kTileCounter + 32 * bank;
 }

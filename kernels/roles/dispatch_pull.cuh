@@ -27,6 +27,7 @@ struct ExpertTables {
 template <class C>
 struct DispatchPull {
     static constexpr u32 kThreads = C::kDispatchWarps * 32;
+    static constexpr bool kMayBeRing = C::kPhase >= Phase::kL2;   // before, nothing says when a row has been used
 
     const KernelParams& p;
     const CtaBarriers<C>& bars;
@@ -98,7 +99,9 @@ struct DispatchPull {
 
     // Where a received row comes from and goes to. Token and slot share a word: no division per chunk.
     struct Row {
-        u32 source, token_slot, pool_row;
+        u32 source, token_slot;
+        u32 place;   // pool row in memory: of a ring, its remainder
+        u32 block;   // its row block among all of the pool
         MM_DEVICE u32 token() const { return token_slot / kMaxTopk; }
         MM_DEVICE u32 slot() const { return token_slot % kMaxTopk; }
     };
@@ -114,12 +117,46 @@ struct DispatchPull {
         const u32 in_list = hw::lds_u32(tables.list_base + lo) + row - hw::lds_u32(tables.row_prefix + lo);
         const u32 entry = hw::ld_u32(local_region<u32>(p, kRecvList) + r.source * (p.capacity * p.topk) + in_list);
         r.token_slot = entry / p.topk * kMaxTopk + entry % p.topk;
-        r.pool_row = hw::lds_u32(tables.pool_base + expert) + row - hw::lds_u32(tables.row_prefix + expert * p.num_ranks);
+        const u32 pool_row = hw::lds_u32(tables.pool_base + expert) + row - hw::lds_u32(tables.row_prefix + expert * p.num_ranks);
+        r.place = kMayBeRing ? pool_row % p.ring_rows : pool_row;
+        r.block = pool_row / C::kBlockM;
         return r;
     }
     // Row `from` of the batch that the warp's lanes located.
     static MM_DEVICE Row broadcast(const Row& mine, u32 from) {
-        return {hw::shfl(mine.source, from), hw::shfl(mine.token_slot, from), hw::shfl(mine.pool_row, from)};
+        return {hw::shfl(mine.source, from), hw::shfl(mine.token_slot, from), hw::shfl(mine.place, from), kMayBeRing ? hw::shfl(mine.block, from) : 0};
+    }
+
+    // Counts that say that the L2 tiles of pool rows 128 * segment ... are done.
+    MM_DEVICE u32 tiles_of_segment(u32 segment) const {
+        const u32 first = segment * kTokenAlignment;
+        u32 lo = 0, hi = local_experts(p);   // the last expert that begins at or before it: those without rows begin where the next does
+        while (hi - lo > 1) {
+            const u32 mid = (lo + hi) / 2;
+            if (hw::lds_u32(tables.pool_base + mid) <= first) lo = mid; else hi = mid;
+        }
+        const u32 left = hw::lds_u32(tables.counts + lo) - (first - hw::lds_u32(tables.pool_base + lo));
+        return ceil_div(left < kTokenAlignment ? left : kTokenAlignment, C::kBlockM) * ceil_div(p.hidden, C::kBlockN) * C::kMathWarpgroups;
+    }
+
+    // In a ring a row's place may still hold a row whose L2 tiles are not done. Waits for the first row's; returns how
+    // many rows of the batch, in order, may be written.
+    MM_DEVICE u32 free_rows(const Row& mine, u32 rows) const {
+        if (!kMayBeRing || !pool_is_ring(p)) return rows;
+        bool free = true;
+        const u32 segment = mine.block / (kTokenAlignment / C::kBlockM), ring = p.ring_rows / kTokenAlignment;
+        if (lane < rows && segment >= ring) {
+            const u32* done = pool_free_bank(p, epoch & 1) + (segment - ring);
+            const u32 expected = tiles_of_segment(segment - ring);
+            free = hw::ld_acquire<Scope::kGpu>(done) == expected;
+            if (lane == 0 && !free) {
+                wait_equal<Scope::kGpu>(p, done, expected, kWaitPoolFree, segment - ring);
+                free = true;   // or the launch was given up, and what is written means nothing
+            }
+        }
+        const u32 busy = hw::ballot(!free);
+        hw::warp_sync();   // what each lane has acquired, before lane 0 copies rows there
+        return busy == 0 ? rows : hw::popcount((busy & (0u - busy)) - 1);
     }
 
     // Scales, routing weights and metadata of the batch's rows, by the whole warp: many loads in flight.
@@ -129,7 +166,7 @@ struct DispatchPull {
 #pragma unroll 1
         for (u32 base = 0; base < items; base += 32 * kSideUnroll) {
             f32 value[kSideUnroll];
-            u32 out[kSideUnroll];   // element of l1_acts_sf: at most H/128 * P, far below 2^32
+            u32 out[kSideUnroll];   // element of l1_acts_sf: at most H/128 * G, far below 2^32
 #pragma unroll
             for (u32 i = 0; i < kSideUnroll; ++i) {
                 const u32 item = base + 32 * i + lane, row = item / groups, group = item - row * groups;
@@ -137,7 +174,7 @@ struct DispatchPull {
                 out[i] = kNoRow;
                 if (row < rows) {
                     value[i] = hw::ld_f32(peer_region<f32>(p, r.source, kXSf) + static_cast<u64>(r.token()) * groups + group);
-                    out[i] = group * p.pool_rows + r.pool_row;
+                    out[i] = group * p.ring_rows + r.place;
                 }
             }
 #pragma unroll
@@ -146,8 +183,8 @@ struct DispatchPull {
         }
         if (lane < rows) {
             const f32 weight = hw::ld_f32(peer_region<f32>(p, mine.source, kTopkWeights) + mine.token() * p.topk + mine.slot());
-            hw::st_f32(local_region<f32>(p, kL1TopkWeights) + mine.pool_row, weight);
-            u32* meta = local_region<u32>(p, kMetadata) + static_cast<u64>(mine.pool_row) * 3;
+            hw::st_f32(local_region<f32>(p, kL1TopkWeights) + mine.place, weight);
+            u32* meta = local_region<u32>(p, kMetadata) + static_cast<u64>(mine.place) * 3;
             hw::st_u32(meta, mine.source);
             hw::st_u32(meta + 1, mine.token());
             hw::st_u32(meta + 2, mine.slot());
@@ -169,10 +206,12 @@ struct DispatchPull {
         const u32 step = hw::num_ctas() * C::kDispatchWarps;
         u32 issued = 0;   // chunks of earlier batches: buffers and barrier phases follow from the count
 #pragma unroll 1
-        for (u32 base = hw::cta_idx() * C::kDispatchWarps + warp; base < total; base += 32 * step) {
-            const u32 left = ceil_div(total - base, step), rows = left < 32 ? left : 32;
+        for (u32 base = hw::cta_idx() * C::kDispatchWarps + warp, rows; base < total; base += rows * step) {
+            const u32 left = ceil_div(total - base, step);
+            rows = left < 32 ? left : 32;
             Row mine{};
             if (lane < rows) mine = locate(base + lane * step);
+            rows = free_rows(mine, rows);
             ChunkCursor load, store;
             u32 loads = 0;
 #pragma unroll 1
@@ -195,7 +234,7 @@ struct DispatchPull {
                         publish(unpublished);
                     }
                 }
-                unpublished = store.chunk + 1 == chunks ? row.pool_row : kNoRow;
+                unpublished = store.chunk + 1 == chunks ? (kMayBeRing ? row.block : row.place / C::kBlockM) : kNoRow;
                 store.advance(chunks);
                 ++stores;
                 if (load.row < rows) {
@@ -217,8 +256,8 @@ struct DispatchPull {
     }
     static constexpr u32 kNoRow = ~0u, kSideUnroll = 2;
 
-    MM_DEVICE void publish(u32 pool_row) const {
-        hw::red_add_release<Scope::kGpu>(arrival_bank(p, kL1Arrival, epoch & 1) + pool_row / C::kBlockM, 1);
+    MM_DEVICE void publish(u32 block) const {
+        hw::red_add_release<Scope::kGpu>(arrival_bank(p, kL1Arrival, epoch & 1) + block, 1);
     }
     // Row of the batch and chunk of the row.
     struct ChunkCursor {
@@ -243,8 +282,8 @@ struct DispatchPull {
                       peer_region<u8>(p, row.source, kX) + static_cast<u64>(row.token()) * p.hidden + offset, bytes, loaded(n));
     }
     MM_DEVICE void store_chunk(const Row& row, u32 chunk, u32 chunk_bytes, u32 n) const {
-        mbarrier_wait(p, loaded(n), n / C::kRowDepth % 2, kWaitPull, row.pool_row);
-        hw::bulk_store(local_region<u8>(p, kL1Acts) + static_cast<u64>(row.pool_row) * p.hidden + chunk * chunk_bytes,
+        mbarrier_wait(p, loaded(n), n / C::kRowDepth % 2, kWaitPull, row.place);
+        hw::bulk_store(local_region<u8>(p, kL1Acts) + static_cast<u64>(row.place) * p.hidden + chunk * chunk_bytes,
                        staging(n, chunk_bytes), chunk_size(chunk, chunk_bytes));
         hw::bulk_commit();
     }
@@ -259,6 +298,10 @@ struct DispatchPull {
         for (u32 i = first; i < words; i += step) {
             hw::st_u32(l1 + i, 0);
             hw::st_u32(l2 + i, 0);
+        }
+        u32* done = pool_free_bank(p, (epoch + 1) & 1);
+        if constexpr (kMayBeRing) {
+            for (u32 i = first; i < p.pool_rows / kTokenAlignment; i += step) hw::st_u32(done + i, 0);
         }
         if (first == 0) hw::st_u32(tile_counter(p, (epoch + 1) & 1), 0);
         u32* sent = send_count_bank(p, epoch + 1);

@@ -10,34 +10,63 @@ MM_DEVICE MathThread<C> this_math_thread() {
     return MathThread<C>(hw::thread_idx_volatile() - (C::kThreads - 128 * C::kMathWarpgroups));
 }
 
+// Warpgroups with rows of their own never wait for each other. Started together they would also come to their
+// epilogues together; one that starts later keeps its distance, and its products run under the other's epilogues. The ring
+// of stages bounds the distance.
+template <class C>
+MM_DEVICE void start_later(const KernelParams& p, u8* smem, const CtaBarriers<C>& bars) {
+    if (p.stagger == 0 || wait_tile<C>(p, smem, bars, RingCursor<kTileSlots>()).kind() == kTileEnd) return;
+    mbarrier_wait(p, bars.stage_full(0), 0, kWaitStageFull, 0);
+    const u32 start = hw::clock_cycles();
+    while (hw::clock_cycles() - start < p.stagger) {}
+}
+
 template <class C>
 MM_DEVICE void math_role(const KernelParams& p, u8* smem, const CtaBarriers<C>& bars, u32 math_thread) {
     Trace<C::kTrace> trace(p, math_thread / 128, math_thread % 128 == 0);
     if constexpr (C::kPhase >= Phase::kL1) {
         RingCursor<kTileSlots> ring;
         RingCursor<C::kStages> stage;
+        if constexpr (TileShape<C>::kRowSplits > 1) {
+            if (math_thread >= 128) start_later<C>(p, smem, bars);
+        }
         while (true) {
-            f32 acc[MathThread<C>::kSubTiles][64];
-            {
-                const Tile tile = wait_tile<C>(p, smem, bars, ring);
-                trace.lap(kTraceTileWait);
-                if (tile.kind() == kTileEnd) break;
-                main_loop<C>(p, smem, bars, tile, this_math_thread<C>(), stage, acc, trace);
+            using L1 = EpilogueL1<C>;
+            typename L1::Accumulators acc;
+            typename L1::Held held;
+            u32 kind;
+#pragma unroll 1
+            for (u32 pass = 0; true; ++pass) {
+                {
+                    const Tile tile = pass == 0 ? wait_tile<C>(p, smem, bars, ring) : read_tile<C>(smem, ring);
+                    trace.lap(kTraceTileWait);
+                    kind = tile.kind();
+                    if (kind == kTileEnd) break;
+                    main_loop<C>(p, smem, bars, tile, this_math_thread<C>(), stage, acc, trace);
+                }
+                if (kind == kTileL2 || pass + 1 == TileShape<C>::kPasses) break;
+                const Tile tile = read_tile<C>(smem, ring);   // its first activations wait for the second pass
+                const MathThread<C> me = this_math_thread<C>();
+                L1{p, tile, me}.activate(side_data<C>(smem, ring), acc, pass);
+                L1::hold(acc, held);
             }
+            if (kind == kTileEnd) break;
             trace.lap(kTraceMain);
             trace.add(kTraceTiles, 1);
             const Tile tile = read_tile<C>(smem, ring);   // again, rather than in registers through the main loop
-            const u8* side = smem + SharedPlan<C>::kSide + ring.slot() * SharedPlan<C>::kSideBytes;
+            const u8* side = side_data<C>(smem, ring);
             const MathThread<C> me = this_math_thread<C>();
-            if (tile.kind() == kTileL1) {
-                EpilogueL1<C>{p, tile, me}.run(smem, side, acc);
+            if (kind == kTileL1) {
+                const L1 epilogue{p, tile, me};
+                epilogue.activate(side, acc, TileShape<C>::kPasses - 1);
+                epilogue.store(smem, acc, held);
                 trace.lap(kTraceEpilogueL1);
             } else {
                 EpilogueL2<C>{p, tile, me}.run(side, acc);
                 trace.lap(kTraceEpilogueL2);
             }
             hw::warp_sync();
-            if (hw::lane_idx() == 0) hw::mbarrier_arrive(bars.tile_empty(ring.slot()));
+            if (hw::lane_idx() == 0) release_tile<C>(bars, ring.slot());
             ring.advance();
         }
     }

@@ -1,93 +1,139 @@
-// Math warpgroups: the main loop of a tile. Each of the two warpgroups owns 128 of its 256 columns and
-// all its rows: one or two M64N128 products per K-block over one scratch accumulator, promoted into FP32
-// right away. The other warpgroup's products run under the promotion.
+// Math warps: the main loop of a tile (one pass over K). Each K-block's products go unit by unit through the tensor
+// core and are promoted right away; with two warpgroups one's products run under the other's promotion.
 #pragma once
 #include "../mma/kblock.cuh"
 #include "load_acts.cuh"
 
 namespace megamoe {
 
-template <class C>
-struct MathThread {
-    static constexpr u32 kSubTiles = SharedPlan<C>::kARows / 64;
-    u32 warpgroup, thread;   // thread within the warpgroup
-    Fragment fragment;
-    MM_DEVICE explicit MathThread(u32 math_thread) : warpgroup(math_thread / 128), thread(math_thread % 128), fragment(math_thread % 128) {}
-    MM_DEVICE u32 lane() const { return thread % 32; }
-    MM_DEVICE u32 quad_lane() const { return thread % 4; }
-    MM_DEVICE void sync_warpgroup() const { hw::bar_sync(kBarWarpgroup0 + warpgroup, 128); }
-    static MM_DEVICE void sync_math() { hw::bar_sync(kBarMath, C::kMathWarpgroups * 128); }
-};
-
-// Weight scales of this warpgroup's columns along K: even and odd 8-column chunks.
+// Weight scales of this thread's columns along K. In L1 gate and up, in L2 the two 128-column blocks of its part (the
+// same twice when there is one).
 struct ColumnScales {
-    const f32 *even, *odd;
+    const f32* first;
+    u32 step;   // elements from the first to the second
 };
 template <class C>
-MM_DEVICE ColumnScales column_scales(const KernelParams& p, const Tile& tile, u32 warpgroup) {
+MM_DEVICE ColumnScales column_scales(const KernelParams& p, const Tile& tile, const MathThread<C>& me) {
     const u32 h_blocks = p.hidden / 128, i_blocks = p.intermediate / 128;
     ColumnScales s;
     if (tile.kind() == kTileL1) {   // tile n holds gate and up rows 128n .. 128n+127
         const f32* base = reinterpret_cast<const f32*>(p.w13_sf) + static_cast<u64>(tile.expert) * 2 * i_blocks * h_blocks;
-        s.even = base + static_cast<u64>(tile.n) * h_blocks;
-        s.odd = base + static_cast<u64>(i_blocks + tile.n) * h_blocks;
+        s.first = base + static_cast<u64>(tile.n) * h_blocks;
+        s.step = i_blocks * h_blocks;
     } else {
-        const u32 block = tile.n * 2 + warpgroup;   // past the end when the tile overhangs: any scale will do
+        const u32 block = (tile.n * C::kBlockN + me.column(0)) / 128;   // past the end when the tile overhangs: any scale will do
         const f32* base = reinterpret_cast<const f32*>(p.w2_sf) + static_cast<u64>(tile.expert) * h_blocks * i_blocks;
-        s.even = base + static_cast<u64>(block < h_blocks ? block : h_blocks - 1) * i_blocks;
-        s.odd = s.even;
+        s.first = base + static_cast<u64>(block < h_blocks ? block : h_blocks - 1) * i_blocks;
+        s.step = TileShape<C>::kScaleBlocks > 1 && block + 1 < h_blocks ? i_blocks : 0;
     }
     return s;
 }
 
 template <class C>
+MM_DEVICE Factors<C> factors(f32 row_lo, f32 row_hi, f32 first, f32 second, bool l1) {
+    Factors<C> f;
+    const f32 row[2] = {row_lo, row_hi};
+#pragma unroll
+    for (u32 half = 0; half < 2; ++half) {
+        if constexpr (TileShape<C>::kScaleBlocks == 1) {
+            f.at[half][0][0] = row[half] * first;
+            f.at[half][0][1] = row[half] * second;
+        } else {
+            f.at[half][0][0] = row[half] * first;
+            f.at[half][0][1] = row[half] * (l1 ? second : first);
+            f.at[half][1][0] = row[half] * (l1 ? first : second);
+            f.at[half][1][1] = row[half] * second;
+        }
+    }
+    return f;
+}
+
+template <class C>
 MM_DEVICE void main_loop(const KernelParams& p, u8* smem, const CtaBarriers<C>& bars, const Tile& tile, const MathThread<C>& me,
-                         RingCursor<C::kStages>& stage, f32 (&acc)[MathThread<C>::kSubTiles][64], Trace<C::kTrace>& trace) {
+                         RingCursor<C::kStages>& stage, f32 (&acc)[TileShape<C>::kUnits][TileShape<C>::kRegs], Trace<C::kTrace>& trace) {
     using Plan = SharedPlan<C>;
-    constexpr u32 kSubTiles = MathThread<C>::kSubTiles;
-    const u32 num_k = (tile.kind() == kTileL1 ? p.hidden : p.intermediate) / 128;
-    const ColumnScales scales = column_scales<C>(p, tile, me.warpgroup);
-    const bool second = kSubTiles > 1 && tile.valid() > 64;   // rows 64.. exist: otherwise skip their half
-    const u8* sfa_rows = smem + Plan::kSfa + me.fragment.row * 4;
-    const u32 b_offset = Plan::kB + me.warpgroup * 128 * 128;
-
+    using Shape = TileShape<C>;
+    constexpr bool kRescales = C::kPromotion == Promotion::kRescale;
+    const bool l1 = tile.kind() == kTileL1;
+    const u32 num_k = (l1 ? p.hidden : p.intermediate) / 128;
+    const ColumnScales scales = column_scales<C>(p, tile, me);
+    bool has[Shape::kRowUnits];
 #pragma unroll
-    for (u32 s = 0; s < kSubTiles; ++s)
-#pragma unroll
-        for (u32 i = 0; i < 64; ++i) acc[s][i] = 0.0f;
+    for (u32 r = 0; r < Shape::kRowUnits; ++r) has[r] = me.has(r, tile.valid());
+    const u8* sfa_rows = smem + Plan::kSfa + me.row(0) * 4;
+    const u32 a_offset = Plan::kA + me.first_row() * 128, b_offset = Plan::kB + me.column(0) * 128;
 
-    f32 scratch[64];
-    f32 next_even = hw::ld_nc_f32(scales.even), next_odd = hw::ld_nc_f32(scales.odd);
+    f32 scratch[kRescales ? 1 : Shape::kRegs];
+    Rescale<C> rescale(smem + Plan::kCarry, me.warpgroup * 128 + me.thread);
+    if constexpr (!kRescales) {
+#pragma unroll
+        for (u32 u = 0; u < Shape::kUnits; ++u)
+#pragma unroll
+            for (u32 i = 0; i < Shape::kRegs; ++i) acc[u][i] = 0.0f;
+    }
+    f32 next_first = hw::ld_nc_f32(scales.first), next_second = hw::ld_nc_f32(scales.first + scales.step);
 #pragma unroll 1
     for (u32 k = 0; k < num_k; ++k) {
-        const f32 even = next_even, odd = next_odd;
+        const f32 first = next_first, second = next_second;
         if (k + 1 < num_k) {
-            next_even = hw::ld_nc_f32(scales.even + k + 1);
-            next_odd = hw::ld_nc_f32(scales.odd + k + 1);
+            next_first = hw::ld_nc_f32(scales.first + k + 1);
+            next_second = hw::ld_nc_f32(scales.first + scales.step + k + 1);
         }
         // Everything that does not need the data comes before the wait.
         const u32 slot = hw::uniform(stage.slot());
-        const u64 desc_a = hw::smem_descriptor(smem + Plan::kA + slot * Plan::kABytes);
-        const u64 desc_b = hw::smem_descriptor(smem + b_offset + slot * Plan::kBBytes);
+        const u8 *a = smem + a_offset + slot * Plan::kABytes, *b = smem + b_offset + slot * Plan::kBBytes;
+        const u64 desc_a = Shape::kWarpMma ? 0 : hw::smem_descriptor(a), desc_b = Shape::kWarpMma ? 0 : hw::smem_descriptor(b);
         const f32* sfa = reinterpret_cast<const f32*>(sfa_rows + slot * Plan::kSfaBytes);
         trace.lap(kTraceMain);
         mbarrier_wait(p, bars.stage_full(slot), stage.parity(), kWaitStageFull, slot);
         trace.lap(kTraceStageWait);
+        const auto release = [&] {   // the stage has been read for the last time
+            hw::warp_sync();
+            if (me.lane() == 0) release_stage<C>(bars, slot);
+        };
 #pragma unroll
-        for (u32 s = 0; s < kSubTiles; ++s) {
-            if (s > 0 && !second) break;
-            issue_kblock(scratch, desc_a + s * 64 * 128 / 16, desc_b);
-            const u32 row = s * 64 + me.fragment.row;
-            const f32 lo = C::kBlockM >= 64 || row < C::kBlockM ? hw::lds_f32(sfa + s * 64) : 0.0f;
-            const f32 hi = C::kBlockM >= 64 || row + 8 < C::kBlockM ? hw::lds_f32(sfa + s * 64 + 8) : 0.0f;
-            hw::wgmma_wait<0>(scratch);
-            if (s + 1 == kSubTiles || !second) {   // the stage has been read for the last time
-                hw::warp_sync();
-                if (me.lane() == 0) hw::mbarrier_arrive(bars.stage_empty(slot));
+        for (u32 r = 0; r < Shape::kRowUnits; ++r) {
+            if (!has[r]) {
+                if (r == 0) release();
+                break;
             }
-            promote(acc[s], scratch, lo, hi, even, odd);
+            const u32 row = r * Shape::kUnitRows;
+            const bool last_rows = r + 1 == Shape::kRowUnits || !has[r + 1 < Shape::kRowUnits ? r + 1 : r];
+#pragma unroll
+            for (u32 c = 0; c < Shape::kColumnUnits; ++c) {
+                const u32 u = r * Shape::kColumnUnits + c;
+                const u64 unit_a = desc_a + row * 128 / 16, unit_b = desc_b + c * Shape::kUnitColumns * 128 / 16;
+                const bool last = last_rows && c + 1 == Shape::kColumnUnits;
+                const auto load_factors = [&] {
+                    const f32 lo = C::kBlockM >= 64 || me.row(r) < C::kBlockM ? hw::lds_f32(sfa + row) : 0.0f;
+                    const f32 hi = C::kBlockM >= 64 || me.row(r) + 8 < C::kBlockM ? hw::lds_f32(sfa + row + 8) : 0.0f;
+                    return factors<C>(lo, hi, first, second, l1);
+                };
+                if constexpr (kRescales) {
+                    if (c == 0) rescale.begin(acc, r, load_factors(), k);
+                    if constexpr (Shape::kWarpMma) {
+                        Product<C>::compute(acc[u], a + row * 128, b + c * Shape::kUnitColumns * 128, me.lane(), k != 0);
+                    } else {
+                        Product<C>::issue(acc[u], unit_a, unit_b, k != 0);
+                        Product<C>::wait(acc[u]);
+                    }
+                    if (last) release();
+                } else {
+                    if constexpr (Shape::kWarpMma) Product<C>::compute(scratch, a + row * 128, b + c * Shape::kUnitColumns * 128, me.lane(), false);
+                    else Product<C>::issue(scratch, unit_a, unit_b, false);
+                    const Factors<C> f = load_factors();
+                    if constexpr (!Shape::kWarpMma) Product<C>::wait(scratch);
+                    if (last) release();
+                    promote<C>(acc[u], scratch, f, c);
+                }
+            }
         }
         stage.advance();
+    }
+    if constexpr (kRescales) {
+#pragma unroll
+        for (u32 r = 0; r < Shape::kRowUnits; ++r)
+            if (has[r]) rescale.end(acc, r);
     }
 }
 

@@ -9,7 +9,7 @@ template <class C>
 MM_DEVICE void write_stub_report(const KernelParams& p, u8* smem) {
     if (p.report == 0) return;
     u64* out = reinterpret_cast<u64*>(p.report);
-    const BufferShape shape{p.num_ranks, p.capacity, p.hidden, p.intermediate, p.num_experts, p.topk};
+    const BufferShape shape{p.num_ranks, p.capacity, p.hidden, p.intermediate, p.num_experts, p.topk, p.ring_rows};
     for (u32 r = 0; r < kNumRegions; ++r) hw::st_u64(out + r, region_offset(shape, r));
     u64* words = out + kNumRegions;
     hw::st_u64(words + 0, kAbiVersion);

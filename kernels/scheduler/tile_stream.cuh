@@ -1,8 +1,10 @@
 // The order of all tiles of a rank. Host-includable: tests walk it on the CPU.
 //
-// Work is cut into units: up to `unit_blocks` row blocks of one local expert. Step s of the stream is the
-// L1 tiles of unit s, then the L2 tiles of unit s - lag; when L1 units run out, the remaining L2 units
-// follow. Inside a segment tiles go column tile by column tile with row blocks innermost, so that
+// Work is cut into units: up to `unit_blocks` row blocks of one local expert. Two orders:
+//   lag    step s of the stream is the L1 tiles of unit s, then the L2 tiles of unit s - lag; when L1 units run out,
+//          the remaining L2 units follow
+//   wave   the L1 tiles of `lag` units (at least one), then the L2 tiles of the same units, and so on
+// Inside a segment tiles go column tile by column tile with row blocks innermost, so that
 // neighbouring CTAs share a weight tile. CTA c takes tile c first, then whatever a counter hands out.
 //
 // Every wait of a tile refers to tiles earlier in this order, and a CTA takes its tiles in order, so the
@@ -16,6 +18,9 @@ struct StreamShape {
     u32 experts;   // that got rows
     u32 block_m, unit_blocks, lag;
     u32 l1_columns, l2_columns;   // column tiles of each GEMM; l2_columns = 0 leaves L2 out
+    bool wave = false;
+    u32 pair = 1;           // CTAs that share a tile: block_m rows are so many row blocks
+    u32 ring_rows = ~0u;    // places in memory: pool row r lies in place r % ring_rows
 };
 
 // Units in expert order. Experts are counted among those that got rows; `Rows` is a callable: such an
@@ -65,14 +70,18 @@ public:
         return true;
     }
 
-    MM_HOST_DEVICE Tile current(u32 bank) const {
-        const u32 column = at_ / blocks_, block = unit_.block + at_ % blocks_;
-        const u32 left = rows_(unit_.expert) - block * shape_.block_m;
+    // The row block of CTA `cta` of a pair may be empty.
+    MM_HOST_DEVICE Tile current(u32 bank, u32 cta = 0) const {
+        const u32 column = at_ / blocks_, cta_rows = shape_.block_m / shape_.pair;
+        const u32 first = (unit_.block + at_ % blocks_) * shape_.block_m + cta * cta_rows, rows = rows_(unit_.expert);
+        const u32 left = rows > first ? rows - first : 0;
         Tile tile;
-        tile.head = Tile::make_head(is_l1_ ? kTileL1 : kTileL2, bank, left < shape_.block_m ? left : shape_.block_m);
+        tile.head = Tile::make_head(is_l1_ ? kTileL1 : kTileL2, bank, left < cta_rows ? left : cta_rows);
         tile.expert = expert_(unit_.expert);
         tile.n = column;
-        tile.row0 = pool_base_(tile.expert) + block * shape_.block_m;
+        const u32 row = pool_base_(tile.expert) + first;
+        tile.row0 = row % shape_.ring_rows;
+        tile.block = row / cta_rows;
         return tile;
     }
 
@@ -90,19 +99,37 @@ private:
         at_ = 0;
         size_ = 0;
         while (l1_.left(shape_) || l2_.left(shape_)) {
-            if (l1_turn_ && l1_.left(shape_)) {
-                l1_turn_ = false;
-                open(l1_, true, shape_.l1_columns);
-                return;
-            }
-            l1_turn_ = true;
-            ++step_;
-            if (l2_.left(shape_) && (step_ > shape_.lag || !l1_.left(shape_))) {
-                open(l2_, false, shape_.l2_columns);
-                return;
-            }
+            if (shape_.wave ? next_of_wave() : next_by_lag()) return;
         }
         done_ = true;
+    }
+    // Each opens the next segment, or only moves on to the other GEMM and returns false.
+    MM_HOST_DEVICE bool next_by_lag() {
+        const bool turn = l1_turn_;
+        l1_turn_ = !turn || !l1_.left(shape_);
+        if (turn && l1_.left(shape_)) {
+            open(l1_, true, shape_.l1_columns);
+            return true;
+        }
+        ++step_;
+        if (!l2_.left(shape_) || (step_ <= shape_.lag && l1_.left(shape_))) return false;
+        open(l2_, false, shape_.l2_columns);
+        return true;
+    }
+    MM_HOST_DEVICE bool next_of_wave() {
+        if (l1_turn_ && l1_.left(shape_) && step_ < (shape_.lag > 1 ? shape_.lag : 1)) {
+            ++step_;   // L1 units of this wave whose L2 is still to come
+            open(l1_, true, shape_.l1_columns);
+            return true;
+        }
+        l1_turn_ = step_ == 0 || !l2_.left(shape_);
+        if (l1_turn_) {
+            step_ = 0;
+            return false;
+        }
+        --step_;
+        open(l2_, false, shape_.l2_columns);
+        return true;
     }
 
     StreamShape shape_;

@@ -37,6 +37,9 @@ _LOG_LINES = 24
 @click.option("--strict", is_flag=True, help="Also refuse serialized WGMMA.")
 @click.option("--nvrtc-opt", "nvrtc_options", multiple=True, metavar="OPT", help="Extra NVRTC option; may be repeated.")
 @click.option("--explain", is_flag=True, help="Show warp, warpgroup, role and registers of the configuration; compile nothing.")
+@click.option("--matrix", is_flag=True,
+              help="Every legal combination of policy, promotion, tile, math threads, split, frontend and cluster (what --config names "
+                   "is fixed); default phase: combine. Says how many were refused and by which rule.")
 @click.option("-n", "--dry-run", is_flag=True, help="Check and resolve; compile nothing.")
 @click.option("-q", "--quiet", is_flag=True, help="Only results, warnings and errors.")
 @click.option("-v", "--verbose", count=True, help="Paths, notes and compiler logs.")
@@ -44,7 +47,7 @@ _LOG_LINES = 24
 @click.pass_obj
 def build_command(app: App, phases: tuple[str, ...], config: str, shape: str, ranks: str, target: str, table: str, checked: bool,
                   jobs: int | None, force: bool, allow_spills: bool, strict: bool, nvrtc_options: tuple[str, ...],
-                  explain: bool, dry_run: bool, quiet: bool, verbose: int) -> int:
+                  explain: bool, matrix: bool, dry_run: bool, quiet: bool, verbose: int) -> int:
     """Compile PHASEs (default: all five: stub, dispatch, l1, l2, combine); show registers and spills.
 
     Works on any machine: no GPU and no driver are needed.
@@ -56,8 +59,16 @@ def build_command(app: App, phases: tuple[str, ...], config: str, shape: str, ra
     """
     if quiet or verbose:
         app.verbosity = -1 if quiet else verbose
+    if matrix and not phases:
+        phases = ("combine",)
     requests = requests_of({"phases": phases, "config": config, "shape": shape, "ranks": ranks, "target": target, "checked": checked,
                             "force": force, "allow_spills": allow_spills, "strict": strict, "nvrtc_options": nvrtc_options})
+    if matrix:
+        from megamoe_cli.cli.build_matrix import run_matrix
+
+        if explain:
+            raise click.UsageError("--matrix and --explain exclude each other")
+        return run_matrix(app, requests, config, jobs, dry_run)
     requests = _for_this_gpu(app, requests, table) if not config.strip() else requests
     ready = [prepare(request) for request in requests]
     if explain:
@@ -174,10 +185,11 @@ def _finish(app: App, outcomes: list[Outcome]) -> int:
 
 def _document(outcomes: list[Outcome], seconds: float) -> dict[str, Any]:
     return {"schema": SCHEMA, "seconds": round(seconds, 3), "ok": all(o.error is None for o in outcomes),
-            "kernels": [_row(o) for o in outcomes]}
+            "kernels": [row_of(o) for o in outcomes]}
 
 
-def _row(outcome: Outcome) -> dict[str, Any]:
+def row_of(outcome: Outcome) -> dict[str, Any]:
+    """A kernel of a report document, fit or not."""
     error = outcome.error
     row = outcome.kernel.to_dict() if outcome.kernel else {"phase": outcome.request.phase, "target": outcome.request.target}
     return row | {"ok": error is None, "error": None if error is None else " ".join(str(error).split()),

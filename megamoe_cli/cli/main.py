@@ -31,6 +31,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "trace": ("megamoe_cli.cli.trace_cmd", "trace_command", "Count where the kernel's cycles go, on one GPU."),
     "tune": ("megamoe_cli.cli.tune_cmd", "tune_command", "Find the fastest configuration for each load; write a table."),
     "table": ("megamoe_cli.cli.table_cmd", "table_command", "Look into heuristic tables: which configuration, and why."),
+    "report": ("megamoe_cli.cli.report_cmd", "report_command", "Show run records: what ran where, what passed, how fast."),
     "remote": ("megamoe_cli.cli.remote_cmd", "remote_command", "Do it on another machine, through ssh; leave nothing there."),
     "ci": ("megamoe_cli.cli.ci_cmd", "ci_command", "Build, test on 1, 2 and 8 ranks, maybe gate times; one verdict."),
     "log": ("megamoe_cli.cli.log_cmd", "log_command", "Write, show and check entries of the development log."),

@@ -195,7 +195,7 @@ def diff_command(app: App, first: Path, second: Path) -> int:
     if a.match != b.match:
         app.warn(f"the tables are for different things: {_match_words(a, b)}")
     for d in found:
-        cost = "" if d.cost is None else f", up to {100 * d.cost:.1f}% slower crosswise"
+        cost = "" if d.cost is None else f", up to {100 * d.cost:.1f}% apart"
         click.echo(f"[{d.low:g}, {d.high:g})  {d.first.name()} | {d.second.name()}  {d.verdict}{cost}")
     if error is not None and error["points"]:
         click.echo(f"model: {error['points']} points, median error {100 * error['median']:+.0f}%, median size {100 * error['median_abs']:.0f}%, "

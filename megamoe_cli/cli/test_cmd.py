@@ -12,10 +12,11 @@ from typing import Any
 import click
 
 from megamoe_cli import sanitize, testplan
+from megamoe_cli.cli import generated_cases
 from megamoe_cli.cli.app import App, json_option, table_option, verbosity_options
 from megamoe_cli.config import KernelConfig
 from megamoe_cli.errors import ExitCode, UsageError
-from megamoe_cli.plan_values import names, parse_options
+from megamoe_cli.plan_values import parse_options
 from megamoe_cli.testplan import Case, Request
 
 _DEFAULT = Request()
@@ -63,6 +64,10 @@ _DEFAULT = Request()
 @click.option("--campaign", type=click.IntRange(1), metavar="N",
               help="With --sanitize: N race-checked seeds spread over all phases, policies, tiles and skews, instead of the "
                    "sizes and configurations of this command line.")
+@click.option("--policy", metavar="all|covering|NAME[,NAME]",
+              help="Every legal combination of policy, promotion, tile, math threads, split, frontend and cluster (of all policies, or "
+                   "of those named; covering: few that hold every pair of choices), at l1, l2 and combine on 1, 2 and 8 ranks, "
+                   "instead of the sizes and configurations of this command line.")
 @click.option("--no-shrink", is_flag=True, help="With --sanitize: leave failing cases as they are.")
 @click.option("-k", "filters", multiple=True, metavar="TEXT", help="Only cases whose id has TEXT (* and ? too; !TEXT: not).")
 @click.option("-n", "--dry-run", is_flag=True, help="List the cases; run nothing.")
@@ -92,10 +97,6 @@ def test_command(ctx: click.Context, **values: Any) -> int:
     return _Run(ctx, app, cases, values).execute()
 
 
-# What a named case fixes by itself.
-_SWEEP_OPTIONS = ("ranks", "tokens", "tokens_per_rank", "capacity", "shape", "routing", "clamp", "repeat")
-
-
 def selected_cases(ctx: click.Context, values: dict[str, Any]) -> list[Case]:
     """The cases that these options (of a context of this command) name, checked; starts nothing."""
     from click.core import ParameterSource
@@ -110,7 +111,9 @@ def selected_cases(ctx: click.Context, values: dict[str, Any]) -> list[Case]:
         raise UsageError("--tokens and --tokens-per-rank exclude each other")
     values["backend"] = sanitize.check_backend(values)
     if values["campaign"]:
-        return testplan.select(_campaign(values, flags), values["filters"])
+        return testplan.select(generated_cases.campaign(values, flags), values["filters"])
+    if values["policy"]:
+        return testplan.select(generated_cases.policies(values, flags, ctx.find_object(App) or App(), check_case_options), values["filters"])
     request = Request(
         **{name: values[name] for name in ("ranks", "phase", "tokens", "tokens_per_rank", "capacity", "shape", "block_m",
                                            "config", "routing", "clamp", "seed", "seeds", "repeat", "backend")},
@@ -118,7 +121,7 @@ def selected_cases(ctx: click.Context, values: dict[str, Any]) -> list[Case]:
         pick=_table_picks(ctx, values),
     )  # fmt: skip
     if values["case_ids"]:
-        extra = [name for name in _SWEEP_OPTIONS if name in flags]
+        extra = [name for name in generated_cases.SWEEP_OPTIONS if name in flags]
         if extra:
             raise UsageError(f"--case fixes the sizes and the inputs; leave out --{extra[0].replace('_', '-')}")
         cases = testplan.named(request, values["case_ids"])
@@ -138,18 +141,6 @@ def check_case_options(cases: Sequence[Case], backends: Mapping[int, str]) -> No
             check_options(case.options, backends[case.ranks], case.config)
             for other in parse_mix(case.options.get("mix", ""), case.config):
                 kernel_config.require(other, case.problem.shape, case.ranks)
-
-
-def _campaign(values: dict[str, Any], flags: set[str]) -> list[Case]:
-    from megamoe_cli import seed_campaign
-
-    if not values["sanitize"]:
-        raise UsageError("--campaign is a part of --sanitize")
-    extra = [name for name in (*_SWEEP_OPTIONS, "block_m", "config", "seeds", "case_ids", *sanitize.FLAGS) if name in flags]
-    if extra:
-        raise UsageError(f"--campaign chooses sizes, configurations and schedules; leave out --{extra[0].replace('_', '-')}")
-    phases = names(values["phase"], testplan.phase_names(), "phase")
-    return seed_campaign.seeds(values["campaign"], values["seed"], phases, values["timeout"])
 
 
 def _table_picks(ctx: click.Context, values: dict[str, Any]) -> Any:
@@ -336,6 +327,8 @@ class _Run:
 
         seconds = time.monotonic() - self.started
         document = run_document(self.run_id, self.cases, self.results, seconds, code, self.origins, self.interrupted)
+        if self.values.get("combinations"):
+            document["combinations"] = self.values["combinations"]
         recorded, unwritten = self._write(document)
         if unwritten:  # what came out is worth more than a file: it is shown all the same
             code = code or int(ExitCode.ENVIRONMENT)

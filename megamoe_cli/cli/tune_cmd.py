@@ -40,6 +40,8 @@ _PLANNED = ("shape", "ranks", "rank_of", "tokens", "holdout", "routing", "backen
 @click.option("--fit-only", is_flag=True, help="With --resume: make the table from what was measured, measure nothing.")
 @click.option("--plan", "plan_only", is_flag=True, help="Show what would run, what is refused by which rule, and about how long; stop.")
 @click.option("--build-only", is_flag=True, help="Compile every candidate and stop: to bring the cache to a GPU.")
+@click.option("--cubins", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
+              help="With --build-only: put the kernels there too; else: take them from there (what is missing is compiled).")
 @click.option("--static", is_flag=True, help="Compile and rank by a model, as without a GPU.")
 @click.option("--sms", type=click.IntRange(1), metavar="N", help="SMs of the GPU that is assumed without one (default: 132).")
 @click.option("--min-gain", default="1%", show_default=True, metavar="P", help="The least gain worth another configuration.")
@@ -85,7 +87,8 @@ def tune_command(ctx: click.Context, **values: Any) -> int:
     if values["plan_only"]:
         return _show_plan(app, plan, expansion, values["jobs"], static)
     if values["build_only"]:
-        return _build_only(app, plan, values["jobs"])
+        return _build_only(app, plan, values["jobs"], values["cubins"])
+    _use_cubins(values)
     app.started("tune", results)
     folder = tuning.new_folder(results, plan)
     app.say(f"{_headline(plan, static)}; record: {folder}")
@@ -174,24 +177,34 @@ def _show_plan(app: App, plan: Plan, expansion: Expansion, jobs: int | None, sta
     for rule, count in accounts["refused"].items():
         click.echo(f"refused {count:>6} by {rule}: such as: {expansion.example[rule]}")
     click.echo(f"kernels to compile: {cost['kernels']}, about {cost['compile_s_cold']} s cold; launch parameters need no kernel of their own")
-    if not static:
-        stages = ", ".join(f"{count} {stage}" for stage, count in cost["trials"].items())
-        click.echo(f"trials: about {cost['total_trials']} ({stages}), about {cost['run_s_model']:.0f} s (model) beside set-up")
+    stages = ", ".join(f"{count} {stage}" for stage, count in cost["trials"].items())
+    where = "on a GPU, trials" if static else "trials"
+    click.echo(f"{where}: about {cost['total_trials']} ({stages}), about {cost['run_s_model']:.0f} s (model) beside set-up")
     return ExitCode.DONE
 
 
-def _build_only(app: App, plan: Plan, jobs: int | None) -> int:
+def _use_cubins(values: dict[str, Any]) -> None:
+    from megamoe_cli.tuning.compiling import use_cubins
+
+    if values["cubins"]:
+        use_cubins(values["cubins"])
+
+
+def _build_only(app: App, plan: Plan, jobs: int | None, cubins: Path | None) -> int:
     from megamoe_cli.report.tune_view import TuneView
-    from megamoe_cli.tuning.compiling import compile_all
+    from megamoe_cli.tuning.compiling import compile_all, send_cubins
 
     with TuneView(app, plan, 0) as view:
         built = compile_all(plan, jobs, view.built)
+    sent = send_cubins(built, cubins) if cubins else 0
+    good = len(built.resources.keys() - built.refused.keys())
     if app.json:
-        app.emit({"schema": "megamoe.tune-build/1", "kernels": len(built.resources), "refused": {c.name(): why for c, why in built.refused.items()},
-                  "seconds": round(built.seconds, 2)})
+        app.emit({"schema": "megamoe.tune-build/1", "kernels": good, "refused": {c.name(): why for c, why in built.refused.items()},
+                  "seconds": round(built.seconds, 2), "cubins": str(cubins) if cubins else None, "cubin_bytes": sent})
     else:
-        click.echo(f"{len(built.resources)} kernels built in {built.seconds:.1f} s, {len(built.refused)} refused")
-    return ExitCode.BUILD_FAILED if built.refused and not built.resources else ExitCode.DONE
+        where = f"; {cubins} holds {sent / 2**20:.1f} MiB" if cubins else ""
+        click.echo(f"{good} kernels built in {built.seconds:.1f} s, {len(built.refused)} refused{where}")
+    return ExitCode.BUILD_FAILED if built.refused and not good else ExitCode.DONE
 
 
 def _static(app: App, plan: Plan, folder: Path, values: dict[str, Any]) -> int:
@@ -224,6 +237,7 @@ def _resume(ctx: click.Context, app: App, values: dict[str, Any], results: Path,
     given = [name for name in _PLANNED if ctx.get_parameter_source(name) == ParameterSource.COMMANDLINE]
     if given:
         raise UsageError(f"--resume continues the run's own plan; leave out --{given[0].replace('_', '-')}", rule="resume")
+    _use_cubins(values)
     folder = tuning.find_run(values["resume"], results)
     plan = tuning.resume_plan(folder, _choices(values["config"]))
     app.say(f"{_headline(plan)}; continuing {folder}")

@@ -13,7 +13,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from megamoe_cli.compile import emu_build, nvrtc, prebuilt
+from megamoe_cli.compile import emu_build, nvrtc, prebuilt, sass
 from megamoe_cli.compile.artifact import BuiltKernel, provenance
 from megamoe_cli.compile.cache import BuildCache, Entry, key_of
 from megamoe_cli.compile.entry import KERNEL_NAME, check_phase, entry_text
@@ -132,9 +132,18 @@ def run_request(request: BuildRequest) -> Outcome:
     except MegamoeError as error:
         return Outcome(request, None, error)
     problems = [] if request.allow_spills or request.config.trace else kernel.problems(request.strict)
+    if problems and kernel.resources is not None and kernel.resources.spills:
+        problems = [f"{problems[0]}; {spilling_text(kernel.path)}", *problems[1:]]
     failure = BuildFailed(f"phase {request.phase}: {'; '.join(problems)}", log=entry.manifest.get("log", ""),
                           hint="change the register plan or the tile, or pass --allow-spills to look at it anyway")
     return Outcome(request, kernel, failure if problems else None)
+
+
+def spilling_text(path: Path) -> str:
+    """``role: tma (weights) 8, dispatch 4 instructions``, or ``role: unknown`` where no disassembler tells."""
+    roles = {role: count for role, count in sass.spilling_roles(path).items() if count}
+    known = ", ".join(f"{role} {count}" for role, count in roles.items())
+    return f"role: {known} spill instructions" if known else f"role: {sass.UNKNOWN}"
 
 
 def _sm90(ready: Prepared) -> Entry:

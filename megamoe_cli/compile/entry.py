@@ -9,6 +9,8 @@ from megamoe_cli.shapes import nearest_name
 
 # In the order of the kernel's enum Phase; each phase contains the ones before it.
 PHASES: dict[str, str] = {"stub": "kStub", "dispatch": "kDispatch", "l1": "kL1", "l2": "kL2", "combine": "kCombine"}
+POLICIES = {"fused": "kFused", "serial_n": "kSerialN", "wide_n": "kWideN", "mma_sync": "kMmaSync"}
+PROMOTIONS = {"classic": "kClassic", "rescale": "kRescale"}
 KERNEL_NAME = "mega_moe"
 ROOT_HEADER = "sm90_fp8_mega_moe.cuh"
 
@@ -30,8 +32,10 @@ def entry_text(phase: str, config: KernelConfig) -> str:
 #include "{ROOT_HEADER}"
 struct Config {{
     static constexpr megamoe::Phase kPhase = megamoe::Phase::{PHASES[check_phase(phase)]};
-    static constexpr megamoe::u32 kBlockM = {config.block_m}, kBlockN = {config.block_n}, kStages = {config.stages}, kCluster = {config.cluster};
+    static constexpr megamoe::u32 kBlockM = {config.block_m}, kBlockN = {config.block_n}, kStages = {config.stages}, kCluster = {config.cluster}, kRowSplits = {config.m_splits};
     static constexpr megamoe::u32 kMathWarpgroups = {config.math_warpgroups}, kDispatchWarps = {config.dispatch_warps}, kTmaWarps = {config.tma_warps};
+    static constexpr megamoe::Policy kPolicy = megamoe::Policy::{POLICIES[config.policy]};
+    static constexpr megamoe::Promotion kPromotion = megamoe::Promotion::{PROMOTIONS[config.promotion]};
     static constexpr megamoe::u32 kRegsDispatch = {dispatch}, kRegsTma = {tma}, kRegsMath = {math};
     static constexpr megamoe::u32 kRowDepth = {ROW_DEPTH};
     static constexpr bool kTrace = {"true" if config.trace else "false"};

@@ -72,7 +72,7 @@ def _check_runs(entry: Mapping[str, Any], journal: Mapping[str, Mapping[str, Any
             lines.append(line)
     if found.unproven or found.false or not lines:
         return
-    if any(not (results_dir / record["path"]).is_file() for line in lines for record in line["records"]):
+    if any(not (results_dir / record["path"]).is_file() for line in lines for record in line.get("records") or ()):
         found.unproven += [line["id"] for line in lines]
         return
     try:

@@ -23,7 +23,7 @@ class Refused(MegamoeError):
 def records_of(line: Mapping[str, Any], results_dir: Path, needed: bool = True) -> list[dict[str, Any]]:
     """The run records of a line, unchanged since. Refused when one was changed, or (``needed``) is gone."""
     found = []
-    for record in line["records"]:
+    for record in line.get("records") or ():
         path = results_dir / record["path"]
         if not path.is_file():
             if needed:
@@ -101,7 +101,7 @@ def gather(lines: Sequence[Mapping[str, Any]], results_dir: Path) -> dict[str, A
             hint="log them one by one: --run ID")
     records = [record for line in lines for record in records_of(line, results_dir)]
     return {
-        "runs": [{"id": line["id"], "kind": line["kind"], "digest": line["digest"], "records": line["records"]} for line in lines],
+        "runs": [{"id": line["id"], "kind": line["kind"], "digest": line["digest"], "records": line.get("records") or []} for line in lines],
         "source": lines[0]["source"], "commands": [row for line in lines for row in command_rows(line)],
         "machines": _machines(lines), "tested": tested(records), "times": times(records), "issues": issues(records),
         "phases": list(dict.fromkeys(result["phase"] for record in records for result in record.get("results", []))),

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import importlib.util
 import json
 import os
 import select
@@ -28,93 +29,13 @@ if __name__ == "__main__":  # the tree it came with, not the folder it lies in
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from megamoe_cli.processes import TOKEN, token_pids  # noqa: E402
+from megamoe_cli.remote.far_jobs import NOT_STARTED, Job, all_jobs, host_facts, prune, say, stamps  # noqa: E402
 from megamoe_cli.remote.far_processes import birth, children, descendants, kill_all, send, token_of, tokens_below  # noqa: E402
 
-KEEP_JOBS = 20  # ended jobs whose folders stay
 _SUBREAPER, _PARENT_DEATH_SIGNAL = 36, 1  # prctl: adopt orphans below us; a signal when our parent dies
 _SETTLE_S = 10.0  # how long an agent may take to end its job
-_TICK_S = 0.1
-
-
-# ---- jobs ----
-
-
-class Job:
-    """The folder of one job."""
-
-    def __init__(self, state, name):
-        self.state, self.name = state, name
-        self.folder = os.path.join(state, "jobs", name)
-        self.token = token_of(state, name)
-
-    def read(self, what):
-        try:
-            with open(os.path.join(self.folder, what), encoding="utf-8") as stream:
-                return json.load(stream)
-        except (OSError, ValueError):
-            return None
-
-    def write(self, what, document):
-        path = os.path.join(self.folder, what)
-        with open(path + ".part", "w", encoding="utf-8") as stream:
-            json.dump(document, stream, indent=1)
-        os.replace(path + ".part", path)
-
-    def end(self, code, reason, seconds, killed, left):
-        """Written once; the disk may be full, and the exit code travels without it."""
-        if self.read("end.json") is None:
-            try:
-                self.write("end.json", {"exit": code, "reason": reason, "seconds": round(seconds, 3), "killed": killed,
-                                        "left": left, "ended": time.time()})
-            except OSError as error:
-                say(f"cannot write {self.folder}/end.json: {error.strerror}")
-
-    def alive(self):
-        """Is the agent that runs it still there?"""
-        job = self.read("job.json")
-        return bool(job) and birth(job["agent"]) == job["birth"]
-
-    def describe(self):
-        job, end = self.read("job.json") or {}, self.read("end.json")
-        live = self.alive()
-        state = "ended" if end else "running" if live else "lost"
-        return {**job, "job": self.name, "state": state, "end": end, "processes": len(token_pids(self.token))}
-
-
-def all_jobs(state):
-    folder = os.path.join(state, "jobs")
-    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
-    return [Job(state, name) for name in names]
-
-
-def say(text):
-    try:
-        sys.stderr.write(f"far side: {text}\n")
-        sys.stderr.flush()
-    except OSError:
-        pass  # nobody listens any more
-
-
-def gpu_facts():
-    """What nvidia-smi knows: cards, and processes on them. Empty without it."""
-    if not shutil.which("nvidia-smi"):
-        return {}
-    out = {}
-    for key, query in (("gpus", "--query-gpu=index,name,uuid,driver_version"),
-                       ("compute_apps", "--query-compute-apps=pid,gpu_uuid,used_memory")):
-        try:
-            done = subprocess.run(["nvidia-smi", query, "--format=csv,noheader"], stdin=subprocess.DEVNULL,
-                                  stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=5)
-            out[key] = [[cell.strip() for cell in line.split(",")] for line in done.stdout.decode().splitlines() if line]
-        except (OSError, subprocess.TimeoutExpired):
-            out[key] = None
-    return out
-
-
-def host_facts():
-    name = os.uname()
-    return {"host": name.nodename, "system": name.sysname, "release": name.release, "machine": name.machine,
-            "python": sys.version.split()[0], "cpus": os.cpu_count(), **gpu_facts()}
+_TICK_S = 0.05
+_TERMINAL_SIGNALS = (signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU)  # a shell's own business
 
 
 # ---- run ----
@@ -179,30 +100,35 @@ def run(args):
 def supervise(args, guard):
     """The agent: one command from start to end."""
     job, stop = Job(args.state, args.job), Stop()
+    env = {**os.environ, **own_environment(job, args.results), **dict(item.split("=", 1) for item in args.env), TOKEN: job.token}
+    sys.path[1:1] = env["PYTHONPATH"].split(os.pathsep)  # where the command will look
+    if lacking := [name for name in args.need if importlib.util.find_spec(name) is None]:
+        say(f"{sys.executable} lacks {' '.join(lacking)}")
+        return NOT_STARTED
+    results = env["MEGAMOE_RESULTS_DIR"]
     try:
-        prune(args.state)
         os.makedirs(os.path.join(job.folder, "results"))
-        job.write("job.json", {"agent": os.getpid(), "birth": birth(os.getpid()), "token": job.token, "client": args.client,
-                               "command": args.command, "detached": args.detached, "limit_s": args.limit,
-                               "started": time.time(), "facts": host_facts()})
+        os.makedirs(results, exist_ok=True)
+        about = {"agent": os.getpid(), "birth": birth(os.getpid()), "token": job.token, "client": args.client, "command": args.command,
+                 "detached": args.detached, "interactive": args.interactive, "limit_s": args.limit, "started": time.time(),
+                 "facts": host_facts(), "results": results, "before": stamps(results)}  # fmt: skip
+        job.write("job.json", about)
+        streams = {name: open(os.path.join(job.folder, name), "wb") for name in ("stdout", "stderr")} if args.detached else {}
     except OSError as error:
         say(f"cannot write to {args.state}: {error.strerror}")
-        return 3
-    for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        return NOT_STARTED
+    for sig in (signal.SIGTERM, signal.SIGHUP, *(() if args.interactive else (signal.SIGINT,))):
         signal.signal(sig, stop.on_signal)
     if os.getppid() != guard:
         return 143
-    env = {**os.environ, **own_environment(job, args.results), **dict(item.split("=", 1) for item in args.env), TOKEN: job.token}
-    streams = {}
-    if args.detached:
-        streams = {name: open(os.path.join(job.folder, name), "wb") for name in ("stdout", "stderr")}
     start, code, child = time.monotonic(), None, None
     try:
-        child = subprocess.Popen(args.command, env=env, cwd=args.cwd, stdin=subprocess.DEVNULL, start_new_session=True, **streams)
+        child = start_command(args, env, streams)
     except OSError as error:
         say(f"cannot start {args.command[0]!r} in {args.cwd!r}: {error.strerror}")
-        code, stop.reason = 127, "not started"
+        code, stop.reason = NOT_STARTED, "not started"
     else:
+        job.note(about, group=child.pid)
         code = wait_for(child, args, stop, start)
     killed, left = kill_all(lambda: list({*descendants(os.getpid()), *token_pids(job.token)}), args.grace if stop.reason else 0.0,
                             child.pid if child else None)
@@ -212,18 +138,35 @@ def supervise(args, guard):
     elif code in (124, 137) and args.limit and time.monotonic() - start >= args.limit:  # 124 may be the command's own
         stop.reason, code = "time limit", 124
     job.end(code, stop.reason or "exit", time.monotonic() - start, killed, left)
-    if killed and not stop.reason:
+    if killed and not stop.reason and not args.interactive:
         say(f"{killed} processes outlived the command and were killed")
     if left:
         say(f"{len(left)} processes cannot be killed (stuck in a driver call): {left}")
     return code
 
 
+def start_command(args, env, streams):
+    """The command, in a session of its own; a shell in a terminal stays in the terminal's."""
+    prctl = ctypes.CDLL(None).prctl  # looked up here: little may happen between fork and exec
+
+    def in_child():
+        prctl(_PARENT_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)  # guard and agent may be killed in one blow
+        for sig in _TERMINAL_SIGNALS if args.interactive else ():
+            signal.signal(sig, signal.SIG_DFL)
+
+    for sig in _TERMINAL_SIGNALS if args.interactive else ():
+        signal.signal(sig, signal.SIG_IGN)
+    command = args.command or [os.environ.get("SHELL") or shutil.which("bash") or "/bin/sh", "-i"]
+    return subprocess.Popen(command, env=env, cwd=args.cwd, stdin=None if args.interactive else subprocess.DEVNULL,
+                            start_new_session=not args.interactive, preexec_fn=in_child, **streams)
+
+
 def own_environment(job, results):
     """Where things lie on this side. LC_ALL: messages and file names are read by a program, whatever the box speaks."""
     place = lambda name: os.path.join(job.state, name)  # noqa: E731
-    return {"PYTHONPATH": place("tree"), "PYTHONUNBUFFERED": "1", "LC_ALL": "C.UTF-8", "MEGAMOE_CACHE_DIR": place("cache"),
-            "MEGAMOE_PREBUILT": place("prebuilt"), "MEGAMOE_RESULTS_DIR": place(results) if results else os.path.join(job.folder, "results")}
+    return {"PYTHONPATH": place("tree"), "PYTHONUNBUFFERED": "1", "PYTHONPYCACHEPREFIX": place("cache/pyc"), "LC_ALL": "C.UTF-8",
+            "MEGAMOE_CACHE_DIR": place("cache"), "MEGAMOE_PREBUILT": place("prebuilt"),
+            "MEGAMOE_RESULTS_DIR": place(results) if results else os.path.join(job.folder, "results")}
 
 
 def wait_for(child, args, stop, start):
@@ -232,7 +175,7 @@ def wait_for(child, args, stop, start):
     while True:
         if os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
             return exit_code(child.wait())
-        if args.detached:
+        if args.detached or args.interactive:
             time.sleep(_TICK_S)
         else:
             watch_client(stop, child, args.silence, heard)
@@ -247,27 +190,24 @@ def exit_code(code):
     return 128 - code if code < 0 else code
 
 
-def prune(state):
-    """Ended jobs beyond the newest ``KEEP_JOBS`` go."""
-    for job in [j for j in all_jobs(state) if not j.alive()][:-KEEP_JOBS]:
-        shutil.rmtree(job.folder, ignore_errors=True)
-
-
 # ---- the other commands ----
 
 
 def reap(args):
-    """Ends what is left of jobs whose client is gone; detached ones live on unless they are meant. Prints JSON."""
+    """Ends what is left of jobs whose client is gone; those in the background and shells in a terminal live on unless they
+    are meant. Prints JSON."""
     spared, ended = [], []
+    if not args.jobs:
+        prune(args.state)
     known = all_jobs(args.state)
-    # a terminal has a token and no folder
+    # a job that could not write its folder has a token all the same
     for job in known + [Job(args.state, name) for name in args.jobs if name not in {job.name for job in known}]:
-        live = job.alive() and job.read("end.json") is None
-        detached = bool((job.read("job.json") or {}).get("detached"))
-        if live and detached and not args.all and job.name not in args.jobs:
-            spared.append(job)
-            continue
         if args.jobs and job.name not in args.jobs:
+            continue
+        about = job.read("job.json") or {}
+        live = job.alive() and job.read("end.json") is None
+        if live and (about.get("detached") or about.get("interactive")) and not args.all and job.name not in args.jobs:
+            spared.append(job)
             continue
         processes = len(token_pids(job.token))
         if live:
@@ -290,7 +230,8 @@ def reap(args):
         killed, left = kill_all(strangers, args.grace)
         if killed:
             ended.append({"job": "", "killed": killed, "left": left, "command": None})
-    print(json.dumps({"ended": ended, "running": [job.describe() for job in spared]}))
+    print(json.dumps({"ended": ended, "running": [job.describe() for job in spared],
+                      "ends": {name: Job(args.state, name).read("end.json") for name in args.jobs}}))
     return 0 if not any(entry["left"] for entry in ended) else 1
 
 
@@ -307,7 +248,7 @@ def follow(args):
         say(f"there is no job {args.job}")
         return 5
     files = [(open(os.path.join(job.folder, name), "rb"), target) for name, target in
-             (("stdout", sys.stdout.buffer), ("stderr", sys.stderr.buffer))]
+             (("stdout", sys.stdout.buffer), ("stderr", sys.stderr.buffer)) if os.path.exists(os.path.join(job.folder, name))]
     while True:
         over = job.read("end.json") is not None or not job.alive()  # before the last look, so that nothing is missed
         for source, target in files:
@@ -333,14 +274,15 @@ def main(words):
     one.add_argument("--env", action="append", default=[])
     one.add_argument("--client", default="")
     one.add_argument("--results", default="", help="folder of the state for records, in place of the job's own")
+    one.add_argument("--need", action="append", default=[], help="a module the command imports")
     one.add_argument("--detached", action="store_true")
+    one.add_argument("--interactive", action="store_true", help="the command has the terminal; without one: a shell")
     one.add_argument("command", nargs=argparse.REMAINDER)
     two = commands.add_parser("reap")
     two.add_argument("jobs", nargs="*")
     two.add_argument("--all", action="store_true")
     commands.add_parser("status")
     commands.add_parser("follow").add_argument("job")
-    commands.add_parser("token").add_argument("job")
     for command in commands.choices.values():
         command.add_argument("--state", required=True)
         command.add_argument("--grace", type=float, default=2.0)
@@ -349,9 +291,6 @@ def main(words):
     if args.what == "run":
         args.command = args.command[args.command[:1] == ["--"]:]
         args.cwd = os.path.abspath(args.cwd)
-    if args.what == "token":
-        print(token_of(args.state, args.job))
-        return 0
     return {"run": run, "reap": reap, "status": status, "follow": follow}[args.what](args)
 
 

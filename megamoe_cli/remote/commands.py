@@ -1,7 +1,7 @@
 """The exact command lines of ``megamoe remote``: what ``-n`` prints is what runs. Nothing here starts anything.
 
 Far side, below the target's ``path``: ``.megamoe-remote`` (this folder is ours) and one folder per client checkout with
-``tree/`` (sources), ``prebuilt/`` (cubins built here), ``jobs/`` and ``cache/``.
+``tree/`` (sources), ``prebuilt/`` (cubins built here), ``jobs/``, ``tune-results/`` and ``cache/``.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ NOT_OURS = 73  # exit code of the preparing command: the folder has contents tha
 TUNE_RESULTS = "tune-results"  # runs of tune stay here, so that the next job can continue them
 NO_CONTAINER = 72  # ... the container does not answer
 NOT_MOUNTED = 74  # ... it does not see the folder
+NO_TIMEOUT = 76  # ... it has no timeout(1) of GNU coreutils
+# What makes two machines two, even with the same name (clones of one image, defaults of a cloud).
+_MACHINE_ID = ("/etc/machine-id", "/var/lib/dbus/machine-id")
 SYNCED = ("megamoe_cli", "kernels", "phases", "tuning", "pyproject.toml", "tests/data")
 EXCLUDED = ("__pycache__", "*.pyc", ".*.swp", "*~")
 # Ours go first: a value in the user's ssh configuration would lose to these, so only what a dead connection needs.
@@ -33,6 +36,12 @@ SSH_OPTIONS = ("-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5", "-o", "
 def client_name() -> str:
     """This checkout on this machine, for people: ``me@laptop-1a2b3c``. Trees of different clients never mix."""
     where = str(paths.checkout_root() or paths.PACKAGE)
+    for name in _MACHINE_ID:
+        try:
+            where += "\n" + Path(name).read_text(encoding="utf-8").strip()
+            break
+        except (OSError, UnicodeDecodeError):
+            continue
     try:
         user = getpass.getuser()
     except (KeyError, OSError):
@@ -78,24 +87,29 @@ def engine(target: Target, command: Sequence[str], *flags: str) -> list[str]:
     return [*target.engine, "exec", *flags, target.container, *command] if target.container else list(command)
 
 
+# $1: our folder, $2: the agent, $3: python. The reaping says 1 when something cannot be killed, and JSON which.
+_LOOK = "; ".join([
+    f'test -d "$1" || exit {NOT_MOUNTED}', f"timeout --foreground -k 1 5 true || exit {NO_TIMEOUT}",
+    'gpu=0; for device in /dev/nvidia[0-9]*; do if test -e "$device"; then gpu=1; fi; done; echo gpu=$gpu',
+    'if test -e "$2"; then "$3" -B "$2" reap --state "$1" || test $? = 1; fi'])  # fmt: skip
+
+
 def prepare(target: Target) -> list[str]:
-    """Makes the folder, refuses one that is not ours, checks that the container sees it, says if there is a GPU
-    (``gpu=1``), and reaps what an earlier run may have left (JSON, when an earlier run brought the agent)."""
+    """Makes the folder, refuses one that is not ours, checks that the container sees it and can end a command, says if
+    there is a GPU (``gpu=1``), and reaps what an earlier run may have left (JSON, when an earlier run brought the agent)."""
     place = Place.of(target)
     path, folder = shlex.quote(target.path), shlex.quote(place.host)
-    script = f"{place.inside}/tree/megamoe_cli/remote/agent.py"
-    run = lambda words: shlex.join(engine(target, words))  # noqa: E731
     steps = [
         "LC_ALL=C; export LC_ALL", f"mkdir -p {path}", f"if ! test -e {path}/{MARKER} && test -n \"$(ls -A {path})\"; then exit {NOT_OURS}; fi",
         f": > {path}/{MARKER}", f"mkdir -p {folder}/tree {folder}/prebuilt {folder}/jobs"]  # fmt: skip
     if target.container:
-        steps.append(f"if ! {run(['true'])}; then exit {NO_CONTAINER}; fi")
-        steps.append(f"if ! {run(['test', '-d', place.inside])}; then exit {NOT_MOUNTED}; fi")
-    look = run(["sh", "-c", "test -e /dev/nvidia0 || test -e /dev/nvidia1"])
-    steps.append(f"if {look}; then echo gpu=1; else echo gpu=0; fi")
-    reaping = run([target.python, script, "reap", "--state", place.inside])
-    steps.append(f"if {run(['test', '-e', script])}; then {reaping}; fi")
+        steps.append(f"if ! {shlex.join(engine(target, ['true']))}; then exit {NO_CONTAINER}; fi")
+    steps.append(shlex.join(engine(target, ["sh", "-c", _LOOK, "sh", place.inside, agent_path(target), target.python])))
     return ssh(target, ["sh", "-ec", "; ".join(steps)])
+
+
+def agent_path(target: Target) -> str:
+    return f"{Place.of(target).inside}/tree/megamoe_cli/remote/agent.py"
 
 
 def free_space(target: Target) -> list[str]:
@@ -121,7 +135,13 @@ def sync(target: Target, *, dry_run: bool = False) -> tuple[list[str], Path]:
 
 
 def sync_prebuilt(target: Target, folder: Path) -> list[str]:
-    return rsync(target, ["--delete", "--out-format=%o %l %n"], [f"{folder}/"], f"{target.host}:{Place.of(target).host}/prebuilt/")
+    """Earlier ones stay (a search that is continued wants them); the far side forgets the oldest."""
+    return send_folder(target, folder, "prebuilt")
+
+
+def send_folder(target: Target, folder: Path, name: str) -> list[str]:
+    """Files of the user's, as folder ``name`` of this client over there."""
+    return rsync(target, ["--out-format=%o %l %n"], [f"{folder}/"], f"{target.host}:{Place.of(target).host}/{name}/")
 
 
 def fetch(target: Target, what: str, folder: Path) -> list[str]:
@@ -129,11 +149,10 @@ def fetch(target: Target, what: str, folder: Path) -> list[str]:
     return rsync(target, [], [f"{target.host}:{Place.of(target).host}/{what}/"], f"{folder}/")
 
 
-def agent(target: Target, words: Sequence[str]) -> list[str]:
-    """The agent on the far side, inside the container; its standard input stays open."""
-    place = Place.of(target)
-    script = f"{place.inside}/tree/megamoe_cli/remote/agent.py"
-    return engine(target, [target.python, script, words[0], "--state", place.inside, *words[1:]], "-i")
+def agent(target: Target, words: Sequence[str], *flags: str) -> list[str]:
+    """The agent on the far side, inside the container; its standard input stays open. ``flags``: of the engine."""
+    return engine(target, [target.python, "-B", agent_path(target), words[0], "--state", Place.of(target).inside, *words[1:]],
+                  *(flags or ("-i",)))
 
 
 def environment(target: Target, *, remote_compiler: bool, more: Mapping[str, str]) -> dict[str, str]:
@@ -147,29 +166,42 @@ def environment(target: Target, *, remote_compiler: bool, more: Mapping[str, str
 
 def hold(target: Target, what: str, command: Sequence[str], *, wait_s: float = 0, detach: bool = False,
          gpus: str | None = None) -> list[str]:  # fmt: skip
-    """``command`` under the box's lock: hold.py on the host."""
-    script = f"{Place.of(target).host}/tree/megamoe_cli/remote/hold.py"
-    words = [target.host_python, script, "--dir", target.lock_dir, "--gpus", gpus or target.gpus, "--who", client_name(), "--what", what]
-    words += ["--wait", f"{wait_s:g}"] if wait_s else []
+    """``command`` under the box's lock: hold.py on the host. ``--name=value``: a value may begin with a dash."""
+    words = [*_hold(target), f"--gpus={gpus or target.gpus}", f"--who={client_name()}", f"--what={' '.join(what.split())[:200]}"]
+    words += [f"--wait={wait_s:g}", f"--silence={target.silence:g}"] if wait_s else []
     words += ["--detach"] if detach else []
     return [*words, "--", *command]
 
 
+def _hold(target: Target) -> list[str]:
+    return [target.host_python, "-B", f"{Place.of(target).host}/tree/megamoe_cli/remote/hold.py", f"--dir={target.lock_dir}"]
+
+
 def job(target: Target, name: str, command: Sequence[str], env: Mapping[str, str], *, what: str, wait_s: float = 0,
-        detach: bool = False, lock: bool = True, results: str = "") -> list[str]:  # fmt: skip
+        detach: bool = False, lock: bool = True, results: str = "", need: Sequence[str] = ()) -> list[str]:  # fmt: skip
     """ssh command line that runs ``command`` as job ``name``: lock, container, agent, ``timeout -k``, command."""
-    limits, place = target.limits(), Place.of(target)
+    limits = target.limits()
     seconds = target.detach_timeout if detach else limits.command
-    words = ["run", "--job", name, "--cwd", f"{place.inside}/tree", "--limit", f"{seconds:g}", "--grace", f"{limits.grace:g}",
-             "--client", client_name(), *(["--detached"] if detach else ["--silence", f"{target.silence:g}"])]
-    words += ["--results", results] if results else []
-    for key, value in env.items():
-        words += ["--env", f"{key}={value}"]
+    words = ["run", *_job_options(target, name, env), f"--limit={seconds:g}",
+             *(["--detached"] if detach else [f"--silence={target.silence:g}"]), *([f"--results={results}"] if results else []),
+             *(f"--need={module}" for module in need)]
     # --foreground: it signals the command once and leaves the rest to the agent, which finds more than a process group
     inner = ["timeout", "--foreground", "-k", f"{limits.grace:g}", f"{seconds:g}", *command]
     return ssh(target, hold(target, what, agent(target, [*words, "--", *inner]), wait_s=wait_s, detach=detach,
                             gpus=None if lock else "none"))
 
 
-def locks(target: Target) -> list[str]:
-    return ssh(target, [*hold(target, "", [])[:-1], "--list"])
+def terminal(target: Target, name: str, env: Mapping[str, str]) -> list[str]:
+    """ssh command line of a shell in a terminal, as job ``name``: no lock, no limit."""
+    return ssh(target, agent(target, ["run", *_job_options(target, name, env), "--interactive"], "-it"), tty=True)
+
+
+def _job_options(target: Target, name: str, env: Mapping[str, str]) -> list[str]:
+    return [f"--job={name}", f"--cwd={Place.of(target).inside}/tree", f"--grace={target.limits().grace:g}", f"--client={client_name()}",
+            *(f"--env={key}={value}" for key, value in env.items())]
+
+
+def status(target: Target) -> list[str]:
+    """Two lines of JSON: who holds what (``null`` when that cannot be said), then the agent's answer."""
+    locks, jobs = shlex.join([*_hold(target), "--gpus=none", "--list"]), shlex.join(agent(target, ["status"]))
+    return ssh(target, ["sh", "-c", f"{locks} || echo null; {jobs}"])

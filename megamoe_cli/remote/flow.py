@@ -15,17 +15,18 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from megamoe_cli import paths
-from megamoe_cli.errors import EnvironmentUnfit, ExitCode, MegamoeError, UsageError
-from megamoe_cli.remote import commands
+from megamoe_cli.errors import EnvironmentUnfit, ExitCode, MegamoeError, TimedOut, UsageError
+from megamoe_cli.remote import commands, started_jobs
 from megamoe_cli.remote.passthrough import Inner, parse
 from megamoe_cli.remote.runs import Visit, innermost
 from megamoe_cli.remote.targets import Target
-from megamoe_cli.remote.transport import Attached, Step
+from megamoe_cli.remote.transport import SSH_FAILED, Attached, ConnectionLost, Step, explain_ssh
 
 if TYPE_CHECKING:
     from megamoe_cli.cli.app import App
     from megamoe_cli.cli.remote_cmd import Options
 
+RECORDS = ("results.json", "ci.json", "bench.json", "summary.json", "ranking.json")  # what a run folder may hold
 _JOB = re.compile(r"[0-9]{8}-[0-9]{6}-[a-z]+-[0-9a-f]{4}")
 
 
@@ -55,21 +56,25 @@ def run_command(app: App, options: Options, name: str, args: Sequence[str], *, b
     job = new_job(name)
     if options.dry_run:
         return print_plan(app, visit, inner, job, background)
-    app.started(f"remote {name}", inner.results_dir or app.settings.get("results_dir"))
+    results = results_of(app, inner)
+    check_destinations(results, inner)
+    app.started(f"remote {name}", results)
     try:
         with visit.alone():
             visit.prepare()
             if visit.has_gpu or name == "build":
                 visit.prebuild(inner.builds, inner.params.get("jobs"), some_may_fail=name == "tune")
             visit.sync()
+            visit.send_inputs(inner)
             command = visit.job_command(job, inner, detach=background)
             if background:
+                started_jobs.keep(job, visit, inner, results)
                 visit.start(job, command)
             else:
-                code = visit.run(job, command)
+                code = run_and_fetch(app, visit, job, command, inner, results)
                 if slices:
-                    code, job = more_slices(app, visit, code, job, whole)
-                folders = fetched(app, visit, job, inner)
+                    code, job = more_slices(app, visit, code, job, whole, results)
+                folders = fetched(app, visit, job, inner, results)
     finally:
         app.evidence(remote={"target": visit.target.label, "job": job, "steps": [step.to_dict() for step in visit.steps]})
     if background:
@@ -83,6 +88,30 @@ def run_command(app: App, options: Options, name: str, args: Sequence[str], *, b
     return code
 
 
+def results_of(app: App, inner: Inner | None) -> Path:
+    return Path((inner.results_dir if inner else None) or app.settings.get("results_dir") or paths.results_dir())
+
+
+def check_destinations(results: Path, inner: Inner) -> None:
+    """Can what comes back be written? UsageError before anything is sent."""
+    from megamoe_cli.report.junit import check_writable
+
+    check_writable(results / "journal.jsonl", "--results-dir")
+    for option, path in (("--junit", inner.junit), *inner.kept.items()):
+        if path is not None:
+            check_writable(path, option)
+
+
+def run_and_fetch(app: App, visit: Visit, job: str, command: list[str], inner: Inner, results: Path) -> int:
+    """The exit code. Where the connection broke and a new one could be made, what was recorded until then is fetched."""
+    try:
+        return visit.run(job, command)
+    except (ConnectionLost, TimedOut):
+        if visit.reached:
+            fetched(app, visit, job, inner, results)
+        raise
+
+
 def sliced(args: Sequence[str], target: Target) -> list[str]:
     """The arguments of a slice: its budget leaves room for the last measurement and for writing down."""
     if any(word == "--budget" or word.startswith("--budget=") for word in args):
@@ -90,7 +119,7 @@ def sliced(args: Sequence[str], target: Target) -> list[str]:
     return [*args, "--budget", f"{0.5 * target.limits().command:.0f}s"]
 
 
-def more_slices(app: App, visit: Visit, code: int, job: str, args: Sequence[str]) -> tuple[int, str]:
+def more_slices(app: App, visit: Visit, code: int, job: str, args: Sequence[str], results: Path) -> tuple[int, str]:
     """Continues the run until it is complete, fails, or three slices in a row end in a timeout. (code, last job)"""
     kept = [word for word in args if word in ("-q", "-v", "--json")]
     late = 0
@@ -99,7 +128,7 @@ def more_slices(app: App, visit: Visit, code: int, job: str, args: Sequence[str]
         app.say("next slice")
         job = new_job("tune")
         inner = parse(app, "tune", sliced([*kept, "--resume", "last"], visit.target), visit.target, detached=False)
-        code = visit.run(job, visit.job_command(job, inner))
+        code = run_and_fetch(app, visit, job, visit.job_command(job, inner), inner, results)
     return code, job
 
 
@@ -111,18 +140,18 @@ def _timeout_text(visit: Visit, folders: Sequence[Path]) -> str:
     return f"error: {visit.target.label}: {outer}" + (f"; innermost: {fault}" if fault else "")
 
 
-def fetched(app: App, visit: Visit, job: str, inner: Inner | None) -> list[Path]:
+def fetched(app: App, visit: Visit, job: str, inner: Inner | None, results: Path) -> list[Path]:
     """The records, here. A run whose results cannot be brought back still has its exit code."""
-    results = Path((inner.results_dir if inner else None) or app.settings.get("results_dir") or paths.results_dir())
     try:
         folders = visit.fetch(job, inner, results)
-    except MegamoeError as error:
-        app.warn(f"results stay on {visit.target.label}: {error}")
+    except (MegamoeError, OSError) as error:  # OSError: this machine's disk
+        app.warn(f"results stay on {visit.target.label}: {error}; to try again: megamoe remote attach {job}")
         return []
     for folder in folders:
-        app.say(f"record: {folder / 'results.json'}")
-        if (folder / "results.json").is_file():
-            app.evidence(record=folder / "results.json")
+        app.say(f"record: {folder / 'results.json'}" if (folder / "results.json").is_file() else f"results: {folder}")
+        for name in RECORDS:
+            if (folder / name).is_file():
+                app.evidence(record=folder / name)
     return folders
 
 
@@ -133,7 +162,9 @@ def print_plan(app: App, visit: Visit, inner: Inner, job: str, background: bool)
     lines = [commands.prepare(target)]
     if inner.builds and not visit.remote_compiler:
         lines.append(commands.sync_prebuilt(target, Path("CUBINS")))
-    lines += [["cd", str(folder)], sync, visit.job_command(job, inner, detach=background), commands.fetch(target, f"jobs/{job}", Path("RESULTS"))]
+    lines += [["cd", str(folder)], sync]
+    lines += [commands.send_folder(target, Path("INPUTS"), "inputs")] if inner.sent else []
+    lines += [visit.job_command(job, inner, detach=background), commands.fetch(target, f"jobs/{job}", Path("RESULTS"))]
     if app.json:
         app.emit({"schema": "megamoe.remote-plan/1", "commands": lines})
     else:
@@ -146,11 +177,11 @@ def run_shell(app: App, options: Options, words: Sequence[str]) -> int:
     """A job of the user's own words; without any, a login shell in a terminal."""
     visit = visit_of(app, options)
     target, job = visit.target, new_job("shell")
+    env = commands.environment(target, remote_compiler=True, more={})
     if words:
-        env = commands.environment(target, remote_compiler=True, more={})
-        command = commands.job(target, job, list(words), env, what=shlex.join(words)[:200], wait_s=visit.wait_s, detach=options.detach)
+        command = commands.job(target, job, list(words), env, what=shlex.join(words), wait_s=visit.wait_s, detach=options.detach)
     else:
-        command = _interactive(target, job)
+        command = commands.terminal(target, job, env)
     if options.dry_run:
         click.echo(shlex.join(command))
         return ExitCode.DONE
@@ -166,15 +197,6 @@ def run_shell(app: App, options: Options, words: Sequence[str]) -> int:
     code = subprocess.call(command)
     visit.reap([job])
     return code
-
-
-def _interactive(target: Target, job: str) -> list[str]:
-    """A shell whose processes carry the job's token: the reap that follows finds what it left in the background."""
-    place = commands.Place.of(target)
-    script = (f'cd "$1" && exec env PYTHONPATH="$PWD" MEGAMOE_PROCESS_TOKEN="$("$2" megamoe_cli/remote/agent.py token --state .. {job})" '
-              '${SHELL:-/bin/sh} -i')
-    inner = ["sh", "-c", script, "sh", f"{place.inside}/tree", target.python]
-    return commands.ssh(target, commands.engine(target, inner, "-it"), tty=True)
 
 
 def latest_job(visit: Visit) -> str:
@@ -198,15 +220,14 @@ def attach(app: App, options: Options, job: str | None) -> int:
     if follower.interrupts:
         app.say(f"job {job} goes on; megamoe remote attach {job}, or megamoe remote cancel {job}")
         return ExitCode.INTERRUPTED
-    if code == 255:
-        from megamoe_cli.remote.transport import explain_ssh
-
+    if code == SSH_FAILED:
         error = explain_ssh(visit.target, step.stderr)
         raise EnvironmentUnfit(f"{error}; job {job} goes on there", hint=f"megamoe remote attach {job}")
     if code == ExitCode.NOTHING_SELECTED and "there is no job" in step.stderr:
         raise UsageError(f"{visit.target.label} has no job {job}", hint="megamoe remote status", rule="remote-job")
-    app.started("remote attach", app.settings.get("results_dir"))
-    fetched(app, visit, job, None)
+    inner, results = started_jobs.recall(job, visit) or (None, results_of(app, None))
+    app.started("remote attach", results)
+    fetched(app, visit, job, inner, results)
     app.evidence(remote={"target": visit.target.label, "job": job, "steps": [s.to_dict() for s in visit.steps]})
     return code
 

@@ -1,24 +1,27 @@
 #!/usr/bin/env python3
-"""Holds GPUs of a shared box for one command: ``hold.py --gpus 0,1 --who NAME -- COMMAND...`` becomes the command.
+"""Holds GPUs of a shared box for one command: ``hold.py --gpus=0,1 --who=NAME -- COMMAND...`` runs the command and ends
+as it does.
 
-Runs on the host itself (a container's /tmp is not the box's), with the standard library only. The locks are open file
-descriptions that the command inherits: they go when its last process goes, however that happens. Specific GPUs share
-``box`` and own ``gpuN``; ``all`` owns ``box``. Exit 75: taken; stderr says by whom and since when.
+Runs on the host itself (a container's /tmp is not the box's), with the standard library of any Python from 3.6 on. The
+locks are open file descriptions, held here and inherited by the command: they go when the last of both goes, however
+that happens, and a command that closes them (sudo does) cannot drop them. Specific GPUs share ``box`` and own ``gpuN``;
+``all`` owns ``box``. Exit 75: taken; stderr says by whom and since when.
 """
-
-from __future__ import annotations
 
 import argparse
 import errno
 import fcntl
 import json
 import os
+import select
+import shutil
+import signal
 import subprocess
 import sys
 import time
 
 TAKEN = 75
-_POLL_S = 0.5
+_POLL_S = 0.2
 
 
 class Taken(Exception):
@@ -110,6 +113,85 @@ def describe(name, info):
     return f"{'all GPUs' if info.get('all') else name} by {info['who']} since {since} ({time.time() - info['since']:.0f} s): {info['what']}"
 
 
+class Client:
+    """Who waits for us at the other end of the connection, and sends signs of life (see agent.py)."""
+
+    def __init__(self, silence):
+        self.silence, self.heard = silence, time.monotonic()
+        self.poll = select.poll()
+        self.poll.register(0, select.POLLIN)
+        self.poll.register(2, 0)  # whoever reads our messages is gone: reported unasked
+
+    def pause(self, seconds):
+        """Waits; exit code of a reason to give up, or None."""
+        for fd, _ in self.poll.poll(1000 * seconds):
+            if fd == 2:
+                return 128 + signal.SIGHUP
+            data = os.read(0, 4096)
+            self.heard = time.monotonic()
+            if not data:
+                return 128 + signal.SIGHUP
+            if b"t" in data or b"i" in data:
+                return 128 + signal.SIGINT
+            time.sleep(seconds)
+        if self.silence and time.monotonic() - self.heard > self.silence:
+            return 128 + signal.SIGHUP
+        return None
+
+
+def take(args, client):
+    """Exit code, or None when the locks are held. Waits as long as ``--wait`` says and the client is there."""
+    until, told = time.monotonic() + args.wait, False
+    while True:
+        try:
+            for fd in acquire(args.dir, args.gpus, {"who": args.who, "what": args.what, "since": time.time()}):
+                os.set_inheritable(fd, True)
+            return None
+        except Taken as taken:
+            over = time.monotonic() >= until
+            if over or not told:
+                for name, info in taken.holders.items():
+                    print("taken: " + describe(name, info), file=sys.stderr, flush=True)
+            if over:
+                return TAKEN
+            told = True
+        except OSError as error:
+            print("far side: the locks in {} cannot be used: {}".format(args.dir, error.strerror), file=sys.stderr)
+            return 126
+        code = client.pause(_POLL_S)
+        if code is not None:
+            return code
+
+
+def serve(command):
+    """Runs it with our streams; signals are passed on. Its exit code."""
+    try:
+        child = subprocess.Popen(command, close_fds=False)
+    except OSError as error:
+        print("far side: cannot start {!r}: {}".format(command[0], error.strerror), file=sys.stderr)
+        return 126
+    for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(sig, lambda number, frame: child.send_signal(number))
+    for fd in (0, 1):  # the command's alone: its end must be heard at the other end
+        os.dup2(os.open(os.devnull, os.O_RDWR), fd)
+    code = child.wait()
+    return 128 - code if code < 0 else code
+
+
+def leave(command):
+    """Into the background, locks and all."""
+    if not shutil.which(command[0]):
+        print("far side: cannot start {!r}: not found".format(command[0]), file=sys.stderr)
+        return 126
+    if os.fork():
+        return 0
+    os.setsid()
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(null, fd)
+    os._exit(serve(command))
+
+
 def main(words):
     parser = argparse.ArgumentParser(prog="hold.py")
     parser.add_argument("--dir", required=True)
@@ -117,6 +199,7 @@ def main(words):
     parser.add_argument("--who", default="")
     parser.add_argument("--what", default="")
     parser.add_argument("--wait", type=float, default=0)
+    parser.add_argument("--silence", type=float, default=0)
     parser.add_argument("--detach", action="store_true")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("command", nargs=argparse.REMAINDER)
@@ -125,32 +208,11 @@ def main(words):
         print(json.dumps(holders_of(args.dir)))
         return 0
     command = args.command[args.command[:1] == ["--"]:]
-    until, told = time.monotonic() + args.wait, False
-    while args.gpus != "none":
-        try:
-            for fd in acquire(args.dir, args.gpus, {"who": args.who, "what": args.what, "since": time.time()}):
-                os.set_inheritable(fd, True)
-            break
-        except Taken as taken:
-            if time.monotonic() >= until or not told:
-                for name, info in taken.holders.items():
-                    print(f"taken: {describe(name, info)}", file=sys.stderr, flush=True)
-            if time.monotonic() >= until:
-                return TAKEN
-            told = True
-            time.sleep(_POLL_S)
-        except OSError as error:
-            print(f"far side: the locks in {args.dir} cannot be used: {error.strerror}", file=sys.stderr)
-            return 3
-    try:
-        if args.detach:
-            subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                             start_new_session=True, close_fds=False)
-            return 0
-        os.execvp(command[0], command)
-    except OSError as error:
-        print(f"far side: cannot start {command[0]!r}: {error.strerror}", file=sys.stderr)
-        return 127
+    if args.gpus != "none":
+        code = take(args, Client(args.silence))
+        if code is not None:
+            return code
+    return leave(command) if args.detach else serve(command)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """The command that runs on the far side: its arguments are checked here, before anything is sent.
 
-What names files of this machine (``--junit``, ``--results-dir``) stays here; what the far side must know besides (where
-its records go, how long a case may take) is added.
+Files that it names are files of this machine: those it reads (``--baseline``, ``--table``, ``--space``) are sent along,
+those it writes (``--save-baseline``, ``--junit``) come back. What the far side must know besides (where its records go,
+how long a case may take) is added.
 """
 
 from __future__ import annotations
@@ -14,14 +15,18 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from megamoe_cli.errors import UsageError
+from megamoe_cli.remote.commands import Place
 from megamoe_cli.remote.targets import Target
 
 if TYPE_CHECKING:
     from megamoe_cli.cli.app import App
     from megamoe_cli.compile.driver import BuildRequest
 
-LOCAL_OPTIONS = ("--junit", "--results-dir")
+LOCAL_OPTIONS = ("--junit", "--results-dir", "--baseline", "--save-baseline", "--table", "--space")
 NO_GPU = ("build",)  # takes no GPU, so no lock
+# What our commands import. The far side says what is missing before it starts anything.
+NEEDED = ("click", "rich", "yaml", "numpy", "filelock")
+_PACKAGES = {"yaml": "pyyaml"}
 # Settings that mean this machine or this terminal.
 _LOCAL_SETTINGS = ("results_dir", "color", "timeout")
 
@@ -36,6 +41,9 @@ class Inner:
     given: set[str] = field(default_factory=set)
     junit: Path | None = None
     results_dir: Path | None = None
+    sent: dict[str, Path] = field(default_factory=dict)  # option -> file that it reads
+    kept: dict[str, Path] = field(default_factory=dict)  # option -> file that it writes
+    values: dict[str, str] = field(default_factory=dict)  # other options whose text is not the user's word for word
     env: dict[str, str] = field(default_factory=dict)
     builds: list[BuildRequest] = field(default_factory=list)
 
@@ -44,12 +52,34 @@ class Inner:
         """For people: what the box is busy with."""
         return " ".join(["megamoe", self.name, *self.args])[:200]
 
-    def words(self, target: Target, *, detached: bool) -> list[str]:
+    @property
+    def need(self) -> tuple[str, ...]:
+        return NEEDED if self.name == "build" else (*NEEDED, "torch")
+
+    def words(self, target: Target, job: str, *, detached: bool) -> list[str]:
         """The command on the far side."""
+        place = Place.of(target).inside
         words = [target.python, "-m", "megamoe_cli", self.name, *self.args]
+        for option, file in self.sent.items():
+            words += [option, f"{place}/{sent_name(option, file)}{self.values.get(option, '')}"]
+        words += [word for option, value in self.values.items() if option not in self.sent for word in (option, value)]
+        words += [word for option in self.kept for word in (option, f"{place}/jobs/{job}/{kept_name(option)}")]
         if "timeout" in self.params and self.name in ("test", "ci") and not detached and "timeout" not in self.given:
             words += ["--timeout", f"{target.limits().case:g}"]
         return words
+
+
+def sent_name(option: str, file: Path) -> str:
+    return f"inputs/{option[2:]}{file.suffix}"
+
+
+def kept_name(option: str) -> str:
+    return f"{option[2:]}.json"
+
+
+def packages(modules: Sequence[str]) -> list[str]:
+    """What to install for these import names."""
+    return [_PACKAGES.get(module, module) for module in modules]
 
 
 def parse(app: App, name: str, args: Sequence[str], target: Target, *, detached: bool) -> Inner:
@@ -67,8 +97,9 @@ def parse(app: App, name: str, args: Sequence[str], target: Target, *, detached:
     inner = Inner(name, without(args, LOCAL_OPTIONS), dict(ctx.params))
     inner.given = {p for p in ctx.params if ctx.get_parameter_source(p) != ParameterSource.DEFAULT}
     inner.junit, inner.results_dir = ctx.params.get("junit"), ctx.params.get("results_dir")
+    _files(app, inner)
     inner.env = {f"MEGAMOE_{key.upper()}": str(value.value) for key, value in app.settings.values.items()
-                 if key in ctx.params and key not in _LOCAL_SETTINGS}
+                 if key in ctx.params and key not in (*_LOCAL_SETTINGS, "table")}
     limit = target.limits().command
     if name == "test" and not detached and "timeout" in inner.given and inner.params["timeout"] > limit:
         raise UsageError(f"--timeout {inner.params['timeout']:g}: a case may not take longer than the whole command, which has "
@@ -78,6 +109,31 @@ def parse(app: App, name: str, args: Sequence[str], target: Target, *, detached:
                          rule="remote-output")
     inner.builds = builds_of(name, ctx)
     return inner
+
+
+def _files(app: App, inner: Inner) -> None:
+    """The files that the options name. UsageError for a baseline that is none."""
+    from megamoe_cli import bench_gate, paths
+
+    params = inner.params
+    baseline = params.get("baseline")
+    if baseline is None and params.get("limit_text"):
+        baseline = Path(inner.results_dir or app.settings.get("results_dir") or paths.results_dir()) / "bench-baseline.json"
+    if baseline is not None:
+        bench_gate.load_baseline(baseline)
+        inner.sent["--baseline"] = baseline
+    if params.get("save_baseline"):
+        inner.kept["--save-baseline"] = params["save_baseline"]
+    for name in ("table", "space"):
+        text = params.get(name)
+        if text is None or name not in inner.given and text in ("auto", "default"):
+            continue
+        file, colon, rest = text.rpartition(":") if name == "space" and ":" in text else (text, "", "")
+        if Path(file).is_file():
+            inner.sent[f"--{name}"] = Path(file)
+            inner.values[f"--{name}"] = colon + rest
+        else:
+            inner.values[f"--{name}"] = text
 
 
 def without(args: Sequence[str], names: Sequence[str]) -> list[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 import tempfile
 import time
@@ -19,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 from megamoe_cli import paths
 from megamoe_cli.errors import EnvironmentUnfit, MegamoeError, TimedOut, UsageError
 from megamoe_cli.remote import commands, transport
+from megamoe_cli.remote.far_jobs import NOT_STARTED
 from megamoe_cli.remote.hold import TAKEN
-from megamoe_cli.remote.passthrough import NO_GPU, Inner
+from megamoe_cli.remote.passthrough import NO_GPU, Inner, kept_name, packages, sent_name
 from megamoe_cli.remote.targets import Target
 from megamoe_cli.remote.transport import Attached, ConnectionLost, Step, call, explain_rsync, explain_ssh, last_line
 
@@ -31,6 +33,7 @@ SCHEMA = "megamoe.remote/1"
 _SHORT_S = 30.0  # a step that only asks
 _COPY_S = 120.0
 _FULL_KIB = 256  # less than the largest file we send
+_FAULT_CHARS = 300  # a fault of 8 ranks names them all
 _RECONNECT_S = (0.0, 1.0, 3.0)
 
 
@@ -46,7 +49,9 @@ class Visit:
     steps: list[Step] = field(default_factory=list)
     has_gpu: bool = False
     cubins: list[dict[str, Any]] = field(default_factory=list)
-    end: dict[str, Any] = field(default_factory=dict)  # how the fetched job ended, as its agent wrote it
+    end: dict[str, Any] = field(default_factory=dict)  # how the job ended, as its agent wrote it
+    jobs: list[str] = field(default_factory=list)  # those that ran in the foreground
+    reached: bool = False  # after the connection broke, a new one answered
 
     # ---- before ----
 
@@ -80,8 +85,7 @@ class Visit:
         self.has_gpu = "gpu=1" in lines
         left = next((json.loads(line) for line in lines if line.startswith("{")), {"ended": [], "running": []})
         self._report_reaped(left)
-        if left["running"]:
-            job = left["running"][0]
+        for job in (job for job in left["running"] if not job.get("interactive")):
             raise EnvironmentUnfit(
                 f"job {job['job']} of this checkout still runs on {self.target.label}: {' '.join(job.get('command') or [])[:120]}",
                 hint=f"megamoe remote attach {job['job']}, or megamoe remote cancel {job['job']}")
@@ -106,6 +110,10 @@ class Visit:
         if step.exit_code == commands.NOT_MOUNTED:
             return EnvironmentUnfit(f"{target.label}: container {target.container} does not see {target.inside}",
                                     hint=f"mount {target.path} into it, or set container_path to where it is mounted")
+        if step.exit_code == commands.NO_TIMEOUT:
+            where = f"container {target.container}" if target.container else "the machine"
+            return EnvironmentUnfit(f"{target.label}: {where} has no timeout that ends a command (timeout --foreground -k): "
+                                    f"{last_line(step.stderr) or 'it fails'}", hint="install GNU coreutils there")
         if step.exit_code == transport.SSH_FAILED:
             return explain_ssh(target, step.stderr)
         return EnvironmentUnfit(f"{target.label}: {target.path} cannot be prepared: {last_line(step.stderr) or step.exit_code}")
@@ -120,6 +128,17 @@ class Visit:
                 if line.startswith(("send ", "del.")) and line.count(" ") >= 2 and not line.endswith("/")]
         self.say(f"{self.target.label}: {len(sent)} changed files sent" if sent else f"{self.target.label}: up to date")
         return sent
+
+    def send_inputs(self, inner: Inner) -> None:
+        """The files that the command reads."""
+        for option, file in inner.sent.items():
+            with tempfile.TemporaryDirectory(prefix="megamoe-inputs-") as folder:
+                copy = Path(folder) / sent_name(option, file)
+                copy.parent.mkdir()
+                shutil.copyfile(file, copy)
+                step = self._call(f"send {file.name}", commands.send_folder(self.target, copy.parent, "inputs"), _COPY_S)
+            if step.exit_code != 0:
+                raise self._explain_copy(step)
 
     def prebuild(self, requests: Sequence[BuildRequest], jobs: int | None = None, some_may_fail: bool = False) -> None:
         """Compiles here what the far side will ask for, and sends it. BuildFailed before anything runs there; of a
@@ -148,17 +167,19 @@ class Visit:
     def job_command(self, job: str, inner: Inner, *, detach: bool = False) -> list[str]:
         more = {**inner.env, "MEGAMOE_SOURCE_STATE": json.dumps(_source_state())}
         env = commands.environment(self.target, remote_compiler=self.remote_compiler, more=more)
-        words = inner.words(self.target, detached=detach)
-        return commands.job(self.target, job, words, env, what=inner.what, wait_s=self.wait_s, detach=detach,
+        words = inner.words(self.target, job, detached=detach)
+        return commands.job(self.target, job, words, env, what=inner.what, wait_s=self.wait_s, detach=detach, need=inner.need,
                             lock=inner.name not in NO_GPU, results=commands.TUNE_RESULTS if inner.name == "tune" else "")
 
     def run(self, job: str, command: list[str]) -> int:
         """Runs it in the foreground; returns the exit code of the far command.
 
-        EnvironmentUnfit: the box is taken, or has no such program. ConnectionLost: and what could be found out after.
+        EnvironmentUnfit: the box is taken, or has no such program. ConnectionLost, TimedOut: and what could be found out
+        after; ``reached`` says whether the far side answered, so that results can be fetched.
         """
         step = Step("run", command)
         self.steps.append(step)
+        self.jobs.append(job)
         try:
             code = Attached(step, self.target.limits().remote + self.wait_s).run()
         except TimedOut:
@@ -170,32 +191,51 @@ class Visit:
         if code == transport.SSH_FAILED:
             error = explain_ssh(self.target, step.stderr)
             if isinstance(error, ConnectionLost):
-                raise ConnectionLost(f"{error} after {step.seconds:.0f} s; {self.clean_up(job)}", error.hint)
+                found = self.clean_up(job)
+                if self.end.get("reason") == "exit" and self.end.get("exit") == code:
+                    return code  # the command's own
+                raise ConnectionLost(f"{error} after {step.seconds:.0f} s; {found}", error.hint)
             raise error
         return self._judge(code, step)
 
     def _judge(self, code: int, step: Step) -> int:
-        if code == TAKEN:
-            holders = "; ".join(line[7:] for line in step.stderr.splitlines() if line.startswith("taken: "))
-            raise EnvironmentUnfit(f"{self.target.label} is taken: {holders or 'by somebody'}", hint="wait for it with --wait 300")
-        if code in (125, 126, 127):
-            raise EnvironmentUnfit(f"{self.target.label}: {last_line(step.stderr) or f'the command could not be started ({code})'}",
+        """The same code, unless it says that the command was not started. Those of the command may be the same numbers."""
+        label, said = self.target.label, last_line(step.stderr)
+        holders = [line[7:] for line in step.stderr.splitlines() if line.startswith("taken: ")]
+        if code == TAKEN and holders:
+            raise EnvironmentUnfit(f"{label} is taken: {'; '.join(dict.fromkeys(holders))}", hint="wait for it with --wait 300")
+        lacking = re.match(r"far side: (.+) lacks ([\w ]+)$", said)
+        if code == NOT_STARTED and lacking:
+            names = packages(lacking[2].split())
+            raise EnvironmentUnfit(f"{label}: {lacking[1]} lacks {', '.join(names)}",
+                                   hint=f"install there: {self.target.python} -m pip install {' '.join(names)}; or set python of the target")
+        if code in (125, 126, 127) and (said.startswith("far side: ") or not self._began(step)):
+            raise EnvironmentUnfit(f"{label}: {said.removeprefix('far side: ') or f'the command could not be started ({code})'}",
                                    hint="check python, container and path of the target")
         return code
 
+    def _began(self, step: Step) -> bool:
+        """Did the agent get as far as a job?"""
+        name = next((word[6:] for word in shlex.split(step.command[-1]) if word.startswith("--job=")), "")
+        return any(job["job"] == name for job in self.status()["jobs"])
+
     def start(self, job: str, command: list[str]) -> None:
         """Starts it detached: the lock, the agent and the command outlive this connection."""
-        step = self._call("start", command, _SHORT_S + self.wait_s)
-        if step.exit_code == transport.SSH_FAILED:
+        step = Step("start", command)
+        self.steps.append(step)
+        # attached until it runs: in the queue for the box it must know whether somebody still wants it
+        code = Attached(step, _SHORT_S + self.wait_s).run()
+        if code == transport.SSH_FAILED:
             raise explain_ssh(self.target, step.stderr)
-        self._judge(step.exit_code or 0, step)
-        if step.exit_code != 0:
+        self._judge(code, step)
+        if code != 0:
             raise EnvironmentUnfit(f"{self.target.label}: the job could not be started: {last_line(step.stderr) or step.exit_code}")
         for _ in range(50):  # the agent writes job.json first of all
-            if any(entry["job"] == job for entry in self._ask("status", ["status"])["jobs"]):
+            if any(entry["job"] == job for entry in self.status()["jobs"]):
                 return
             time.sleep(0.2)
-        raise EnvironmentUnfit(f"{self.target.label}: job {job} did not start")
+        raise EnvironmentUnfit(f"{self.target.label}: job {job} did not start",
+                               hint="run it once in the foreground (without --detach) to see why")
 
     # ---- after ----
 
@@ -207,6 +247,7 @@ class Visit:
                 answer = self.reap([job])
             except MegamoeError:
                 continue
+            self.reached, self.end = True, answer.get("ends", {}).get(job) or {}
             killed = sum(entry["killed"] for entry in answer["ended"])
             return f"its {killed} processes there were ended" if killed else "nothing of it is left there"
         return (f"{self.target.label} does not answer now: the far side ends the job by itself within {self.target.silence:g} s; "
@@ -215,33 +256,38 @@ class Visit:
     def reap(self, jobs: Sequence[str] = (), everything: bool = False) -> dict[str, Any]:
         """Ends leftovers; ``{"ended": [...], "running": [...]}``."""
         words = ["reap", *(["--all"] if everything else []), *jobs]
-        return self._ask("reap", words)
+        command = commands.ssh(self.target, commands.agent(self.target, words))
+        return self._ask("reap", command)[-1] or {"ended": [], "running": []}
 
     def status(self) -> dict[str, Any]:
-        """Jobs of this checkout, the machine, and who holds its GPUs."""
-        answer = self._ask("status", ["status"])
-        step = self._call("locks", commands.locks(self.target), _SHORT_S)
-        answer["locks"] = json.loads(step.stdout) if step.exit_code == 0 else None
-        return answer
+        """Jobs of this checkout, the machine, and who holds its GPUs (``locks``)."""
+        held, answer = self._ask("status", commands.status(self.target))
+        return {**(answer or {"jobs": []}), "locks": held}
 
-    def _ask(self, what: str, words: list[str]) -> dict[str, Any]:
-        step = self._call(what, commands.ssh(self.target, commands.agent(self.target, words)), _SHORT_S)
+    def _ask(self, what: str, command: list[str]) -> list[Any]:
+        """The last two lines of the answer, as JSON; None where nothing of this checkout has been there yet."""
+        step = self._call(what, command, _SHORT_S)
         if step.exit_code == transport.SSH_FAILED:
             raise explain_ssh(self.target, step.stderr)
-        try:
-            return json.loads(step.stdout.splitlines()[-1])
-        except (IndexError, ValueError):
+        if step.exit_code == 2 and "can't open file" in step.stderr:  # Python's words, in every language
+            return [None, None]
+        lines = ["", *step.stdout.splitlines()][-2:]  # before them a login shell may have said something
+        answers = [json.loads(line) if line.startswith(("{", "null")) else None for line in lines]
+        if answers[-1] is None:
             raise EnvironmentUnfit(f"{self.target.label}: {what}: {last_line(step.stderr) or 'no answer'}",
-                                   hint="nothing of this checkout has run there yet, or python is missing") from None
+                                   hint="check python, container and path of the target")
+        return answers
 
     def fetch(self, job: str, inner: Inner | None, results_dir: Path) -> list[Path]:
         """Brings the job's records here. Returns the run folders, each with ``remote.json`` (the host's provenance)."""
         with tempfile.TemporaryDirectory(prefix="megamoe-fetch-") as temporary:
-            self._bring(f"jobs/{job}", Path(temporary))
-            if "-tune-" in job:
-                self._bring(commands.TUNE_RESULTS, Path(temporary) / "results")
-            folders = [p for p in sorted((Path(temporary) / "results").glob("*")) if p.is_dir()]
-            document = self.document(job, Path(temporary))
+            root = Path(temporary)
+            self._bring(f"jobs/{job}", root)
+            document = self.document(job, root)
+            if "-tune-" in job:  # they stay there, so that the next job can continue them
+                for name in self.touched():
+                    self._bring(f"{commands.TUNE_RESULTS}/{name}", root / "results" / name)
+            folders = [p for p in sorted((root / "results").glob("*")) if p.is_dir()]
             moved = []
             for folder in folders:
                 results_dir.mkdir(parents=True, exist_ok=True)
@@ -249,14 +295,32 @@ class Visit:
                 shutil.copytree(folder, goal, dirs_exist_ok=True)
                 (goal / "remote.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
                 moved.append(goal)
-        if inner is not None and inner.junit is not None:
+            if inner is not None:
+                self._keep(inner, root, moved)
+        return moved
+
+    def touched(self) -> list[str]:
+        """Run folders that the fetched job worked on; after several jobs in a row (slices), all of theirs."""
+        ends = [self.end]
+        if len(self.jobs) > 1:
+            ends += [entry["end"] or {} for entry in self.status()["jobs"] if entry["job"] in self.jobs]
+        return sorted({name for end in ends for name in end.get("runs") or ()})
+
+    def _keep(self, inner: Inner, root: Path, moved: Sequence[Path]) -> None:
+        """The files that the user named."""
+        if inner.junit is not None:
             found = [folder / "junit.xml" for folder in moved if (folder / "junit.xml").is_file()]
             if found:
                 inner.junit.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(found[-1], inner.junit)
             else:
                 self.warn(f"no JUnit file came back for {inner.junit}")
-        return moved
+        for option, goal in inner.kept.items():
+            if (root / kept_name(option)).is_file():
+                goal.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(root / kept_name(option), goal)
+            else:
+                self.warn(f"nothing came back for {option} {goal}")
 
     def _bring(self, what: str, folder: Path) -> None:
         step = self._call("fetch", commands.fetch(self.target, what, folder), _COPY_S)
@@ -266,7 +330,7 @@ class Visit:
     def document(self, job: str, folder: Path) -> dict[str, Any]:
         """Where the results come from: target, machine, how the job ended, who built the cubins, every command line."""
         far = _load(folder / "job.json") or {}
-        self.end = _load(folder / "end.json") or {}
+        self.end = _load(folder / "end.json") or self.end
         target = self.target
         return {"schema": SCHEMA, "job": job, "target": target.name, "host": target.host, "container": target.container or None,
                 "gpus": target.gpus, "limits": vars(target.limits()), "machine": far.get("facts"), "command": far.get("command"),
@@ -313,6 +377,7 @@ def innermost(folders: Sequence[Path]) -> str:
     for folder in folders:
         for result in (_load(folder / "results.json") or {}).get("results", []):
             if result.get("status") in order:
-                fault = (result.get("fault") or {}).get("text") or result.get("message") or result["status"]
-                found.append((order.index(result["status"]), f"{result['id']}: {result['status']}: {fault}"))
+                fault = " ".join(str((result.get("fault") or {}).get("text") or result.get("message") or result["status"]).split())
+                more = fault[_FAULT_CHARS:] and "... (the rest is in the record)"
+                found.append((order.index(result["status"]), f"{result['id']}: {result['status']}: {fault[:_FAULT_CHARS]}{more}"))
     return min(found)[1] if found else ""

@@ -41,13 +41,14 @@ class Target:
     name: str = ""
     engine: tuple[str, ...] = ()
     container: str = ""
-    path: str = "megamoe-remote"
+    path: str = "./megamoe-remote"
     container_path: str = ""
     python: str = "python3"
     host_python: str = "python3"
     gpus: str = "all"
     env: Mapping[str, str] = field(default_factory=dict)
     timeout: float = 60.0
+    grace: float = 0.0  # 0: half of what lies around the command
     detach_timeout: float = 6 * 3600.0
     silence: float = 15.0
     lock_dir: str = "/tmp/megamoe-locks"
@@ -68,13 +69,13 @@ class Target:
         ssh, and ending it."""
         around = min(10.0, 0.6 * self.timeout)
         command = self.timeout - around
-        return Limits(case=0.4 * command, command=command, grace=around / 2, remote=self.timeout)
+        return Limits(case=0.4 * command, command=command, grace=self.grace or around / 2, remote=self.timeout)
 
 
 # key of the file -> what it must be
 _KEYS = {
     "host": "text", "container": "text", "engine": "words", "path": "text", "container_path": "text", "python": "text",
-    "host_python": "text", "gpus": "gpus", "env": "table", "timeout": "seconds", "detach_timeout": "seconds",
+    "host_python": "text", "gpus": "gpus", "env": "table", "timeout": "seconds", "grace": "seconds", "detach_timeout": "seconds",
     "silence": "seconds", "lock_dir": "text", "ssh": "words", "rsync": "words",
 }  # fmt: skip
 
@@ -159,15 +160,21 @@ def make_target(name: str, values: dict[str, Any], where: str) -> Target:
     _container(values, where)
     target = Target(name=name, **values)
     path = target.path[2:] if target.path.startswith("~/") else target.path  # relative to the home folder, for ssh and rsync
-    path = path.rstrip("/") or "/"
+    path = path.rstrip("/").removeprefix("./") or "/"
     if path in ("/", "~", ".", "..") or ".." in path.split("/"):
         raise UsageError(f"{where}.path: {target.path!r} must be a folder of its own", rule="remote-target")
-    target = replace(target, path=path)
+    if path.startswith("~"):
+        raise UsageError(f"{where}.path: {target.path!r}: only ~/ is understood; write the other user's folder out", rule="remote-target")
+    target = replace(target, path=path if path.startswith("/") else f"./{path}")  # a name may begin with a dash
     if target.container and not target.inside.startswith("/"):
         raise UsageError(f"{where}: with a container, path (or container_path) must be absolute", rule="remote-target")
     if target.timeout < MIN_TIMEOUT_S:
         raise UsageError(f"{where}.timeout: {target.timeout:g} s leaves no room for the limits inside it (at least "
                          f"{MIN_TIMEOUT_S:g})", rule="remote-target")
+    limits = target.limits()
+    if limits.command + limits.grace >= limits.remote:
+        raise UsageError(f"{where}.grace: {target.grace:g} s do not fit between the {limits.command:g} s of the command and the {limits.remote:g} "
+                         "s of timeout", rule="remote-target")
     return target
 
 

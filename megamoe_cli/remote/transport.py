@@ -76,6 +76,12 @@ def explain_rsync(target: Target, step: Step, disk_full: bool = False) -> Megamo
                                 hint=f"free some space below {target.path}, or set path in the target")
     if step.exit_code == SSH_FAILED:
         return explain_ssh(target, step.stderr)
+    if step.exit_code == 11 and not step.stderr.strip():  # its last words were lost
+        return EnvironmentUnfit(f"{target.label}: files cannot be written; {step.what} stopped: the disk or a quota is full, or files may not grow",
+                                hint=f"free some space below {target.path}, or set path in the target")
+    if step.exit_code == 2 and "protocol version mismatch" in step.stderr:
+        return EnvironmentUnfit(f"{target.label}: the login shell there prints something before the command, and rsync reads it",
+                                hint=f"see it with: {' '.join(target.ssh)} {target.host} true; let the start-up file do it on terminals only")
     if step.exit_code == 127 or re.search(r"rsync[^\n]*(not found|No such file)", step.stderr):
         return EnvironmentUnfit(f"{target.label}: rsync is not installed there", hint="install rsync on the host")
     if step.exit_code in (10, 12, 30):
@@ -114,8 +120,12 @@ def call(what: str, command: Sequence[str], *, timeout_s: float, cwd: Path | Non
     try:
         out, err = process.communicate(timeout=timeout_s)
     except BaseException as error:
-        process.kill()
-        out, err = process.communicate()
+        process.terminate()  # rsync then ends the ssh that it started
+        try:
+            out, err = process.communicate(timeout=2)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            out, err = process.communicate()
         step.seconds = time.monotonic() - start
         if isinstance(error, subprocess.TimeoutExpired):
             raise TimedOut(f"{what}: no answer within {timeout_s:g} s: {last_line(err.decode(errors='replace')) or command[0]}") from None

@@ -142,6 +142,11 @@ def print_result(app: App, summary: dict[str, Any], plan: Plan) -> None:
         ratio = "incumbent" if pick["config"] == plan.incumbent(pick["tokens"]).name() else f"{pick['vs_incumbent']:.3f}"
         grid.add_row(str(pick["tokens"]), pick["config"], ratio, f"{100 * noise:.2f}%" if noise is not None else "")
     console.print(grid)
+    gain = summary["gain"]
+    if gain:
+        slower = f"slower beyond noise at {', '.join(map(str, gain['slower']))} tokens" if gain["slower"] else "nowhere slower beyond noise"
+        click.echo(f"picks: {gain['geomean']:.3f} of the time of {gain['over']} (geomean of {gain['sizes']} sizes, best {gain['best']:.3f}, "
+                   f"worst {gain['worst']:.3f}), {slower}")
     found = summary["validation"]
     if found:
         click.echo(f"held out: {found['holdout']} sizes, worst slowdown {found['worst_slowdown']:.3f} (limit {found['max_slowdown']:.2f}), "
@@ -154,6 +159,10 @@ def accounts_line(accounts: dict[str, Any]) -> str:
     parts = [f"{accounts['measured']} measured"]
     if accounts["not_reached"]:
         parts.append(f"{accounts['not_reached']} not reached")
+    if accounts["outranked"]:
+        parts.append(f"{accounts['outranked']} launch variants of kernels that lost")
+    if accounts["barred"]:
+        parts.append(f"{accounts['barred']} barred")
     parts += [f"{count} {status}" for status, count in accounts["failed"].items()]
     if accounts["same"]:
         parts.append(f"{accounts['same']} the same as another")

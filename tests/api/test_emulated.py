@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megamoe_cli import inputs, phases
+from megamoe_cli.abi import ABI_VERSION, PARAMS_BYTES
 from megamoe_cli.api import (
     LocalWorld, Session, fp8_mega_moe, get_symm_buffer_for_sm90_mega_moe, get_symm_buffer_size_for_sm90_mega_moe,
     transform_weights_for_mega_moe_sm90,
@@ -144,7 +145,7 @@ def test_stub_agrees_with_the_host(ranks: int) -> None:
                 words = out["stub_report"].tolist()
                 assert tuple(words[: len(session.layout.offsets)]) == session.layout.offsets
                 assert words[len(session.layout.offsets) :][:5] == [
-                    1, 1088, session.layout.pool_rows, session.layout.total_bytes, session.kernel.smem_bytes]  # fmt: skip
+                    ABI_VERSION, PARAMS_BYTES, session.layout.pool_rows, session.layout.total_bytes, session.kernel.smem_bytes]  # fmt: skip
 
 
 def test_a_missing_peer_ends_in_a_readable_fault() -> None:

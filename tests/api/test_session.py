@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megamoe_cli import abi
-from megamoe_cli.abi import ParamFlags
+from megamoe_cli.abi import ABI_VERSION, PARAMS_BYTES, ParamFlags
 from megamoe_cli.buffers import LaunchOptions, dispatch_ctas
 from megamoe_cli.config import KernelConfig
 from megamoe_cli.errors import LaunchFault, UsageError
@@ -126,17 +126,20 @@ def test_parameters() -> None:
     layout, backend = s.layout, s.backend
     assert (p.rank, p.num_ranks, p.num_tokens, p.capacity) == (1, 2, 5, 16)
     assert (p.hidden, p.intermediate, p.num_experts, p.topk, p.pool_rows) == (256, 128, 8, 2, layout.pool_rows)
-    assert (p.abi_version, p.params_bytes, p.timeout_ns, p.smem_bytes) == (1, 1088, 123, s.kernel.smem_bytes)
+    assert (p.abi_version, p.params_bytes, p.timeout_ns, p.smem_bytes) == (ABI_VERSION, PARAMS_BYTES, 123, s.kernel.smem_bytes)
     assert (p.lag, p.unit_blocks, p.dispatch_ctas) == (s.config.lag, s.config.unit_blocks, 1)
     assert ParamFlags(p.flags) == ParamFlags.HAS_CLAMP and p.clamp == 2.5
     assert list(p.region) == [layout.region_offset[name] for name in REGIONS]
     bases = [s.buffers[rank].memory.data_ptr() for rank in range(2)]
     assert list(p.peer_base)[:2] == bases and not any(list(p.peer_base)[2:])
     assert p.fault == backend.fault_address(1) and p.stats and p.l1_raw and not p.report
-    maps = {name: backend.maps[p.tensor_map(name)] for name in ("l1_acts", "w13", "l2_acts", "w2")}
+    maps = {name: backend.maps[p.tensor_map(name)] for name in ("l1_acts", "l2_acts")}
     assert maps["l1_acts"] == (bases[1] + layout.region_offset["l1_acts"], layout.pool_rows, 256, 64, 128)
     assert maps["l2_acts"] == (bases[1] + layout.region_offset["l2_acts"], layout.pool_rows, 128, 64, 128)
-    assert maps["w13"][1:] == (4 * 2 * 128, 256, 256, 128) and maps["w2"][1:] == (4 * 256, 128, 256, 128)
+    weights = s._weights[1]
+    assert (p.w13, p.w2) == (weights.l1.weight.data_ptr(), weights.l2.weight.data_ptr())
+    assert weights.l1.weight.shape == (4, 1, 2, 256, 128) and weights.l2.weight.shape == (4, 1, 1, 256, 128)
+    assert (p.ring_rows, p.pool_rows) == (layout.pool_rows, layout.pool_rows)  # the whole pool
     assert ParamFlags(s.params(0, 1, LaunchOptions()).flags) == ParamFlags.FAST_MATH
 
 

@@ -16,7 +16,7 @@ from megamoe_cli.config import KernelConfig
 from megamoe_cli.errors import LaunchFault, UsageError, WrongResult
 from megamoe_cli.layout import Layout
 from megamoe_cli.shapes import Shape
-from megamoe_cli.weights import deinterleave_gate_up
+from megamoe_cli.weights import deinterleave_gate_up, tile_weights, untile_weights
 from tests.api.scripted import ScriptedBackend
 
 H, I, E, K, C = 256, 128, 8, 2, 128
@@ -101,14 +101,27 @@ def test_weight_transform_round_trip(local: int, i: int, h: int, seed: int) -> N
     w13, w2 = codes(local, 256 * i, 128 * h, seed=seed), codes(local, 128 * h, 128 * i, seed=seed)
     sf13, sf2 = torch.rand(local, 2 * i, h), torch.rand(local, h, i)
     (t13, t13_sf), (t2, t2_sf) = transform_weights_for_mega_moe_sm90((w13, sf13), (w2, sf2))
-    assert t13_sf is sf13 and t2 is w2 and t2_sf is sf2
-    assert t13.is_contiguous() and t13.shape == w13.shape and t13.data_ptr() != w13.data_ptr()
+    assert t13_sf is sf13 and t2_sf is sf2
+    assert t13.is_contiguous() and t13.shape == (local, i, h, 256, 128)
+    assert t2.is_contiguous() and t2.shape == (local, -(-h // 2), i, 256, 128)
+    assert torch.equal(untile_weights(t2, 128 * h).view(torch.uint8), w2.view(torch.uint8))
+    assert h % 2 == 0 or not t2[:, -1, :, 128:].view(torch.uint8).any()
+    t13 = untile_weights(t13, 256 * i)
     bytes_ = t13.view(torch.uint8)
     for row in range(256 * i):
         block, at = divmod(row, 16)
         source = 8 * block + at if at < 8 else 128 * i + 8 * block + at - 8
         assert torch.equal(bytes_[:, row], w13.view(torch.uint8)[:, source])
     assert torch.equal(deinterleave_gate_up(t13).view(torch.uint8), w13.view(torch.uint8))
+
+
+def test_a_tile_is_what_the_tensor_core_reads() -> None:
+    """Rows 256n... of columns 128k... lie together; in row r the 16-byte piece c lies at c ^ (r % 8)."""
+    w = codes(2, 512, 384, seed=3)
+    tiled, plain = tile_weights(w).view(torch.uint8), w.view(torch.uint8)
+    for expert, n, k, row, piece in ((0, 0, 0, 0, 0), (1, 1, 2, 5, 3), (0, 1, 1, 255, 7), (1, 0, 2, 130, 6)):
+        got = tiled[expert, n, k, row, 16 * (piece ^ row % 8) :][:16]
+        assert torch.equal(got, plain[expert, 256 * n + row, 128 * k + 16 * piece :][:16])
 
 
 def _changed(part: int, which: int, change) -> tuple:
@@ -204,8 +217,9 @@ Y = torch.zeros(5, H, dtype=torch.bfloat16)
         ({"num_tokens_bound": C + 1}, "num_tokens_bound=129 is outside"),
         ({"cumulative_local_expert_recv_stats": torch.zeros(4, dtype=torch.int64)}, "recv_stats is int64; it must be int32"),
         ({"cumulative_local_expert_recv_stats": torch.zeros(3, dtype=torch.int32)}, r"recv_stats has shape \(3,\)"),
-        ({"l1_weights": natural(4)[1]}, "w13 has shape"),
-        ({"l2_weights": natural(2)[1]}, "w2 has shape"),
+        ({"l1_weights": natural(4)[0]}, "w13 is in natural layout; pass what transform_weights_for_mega_moe_sm90 returned"),
+        ({"l1_weights": transform_weights_for_mega_moe_sm90(*natural(4))[1]}, "w13 has shape"),
+        ({"l2_weights": transform_weights_for_mega_moe_sm90(*natural(2))[1]}, "w2 has shape"),
         ({"sym_buffer": None}, "sym_buffer is a NoneType"),
     ],
 )

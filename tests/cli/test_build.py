@@ -90,9 +90,40 @@ def test_explain(tmp_path):
     assert document["totals"]["planned"] == 60416 and document["totals"]["owned"] == 64512
     tight = megamoe("build", "--explain", "--json", "--config", "block_m=64,regs_dispatch=48,regs_tma=48,regs_math=208", cache=tmp_path)
     assert json.loads(tight.stdout)["totals"]["planned"] == 59392
+    wide = megamoe("build", "--explain", "--json", "--config", "frontend=standard,block_m=64,regs_dispatch=48,regs_tma=40,regs_math=208", cache=tmp_path)
+    document = json.loads(wide.stdout)
+    assert (document["totals"]["planned"], document["totals"]["owned"], document["totals"]["threads"]) == (64512, 65536, 512)
+    assert [(w["warpgroup"], w["role"], w["registers"]) for w in document["warps"]][::4] == [
+        (0, "dispatch", 48), (1, "tma", 40), (2, "math0", 208), (3, "math1", 208)]
     text = megamoe("build", "--explain", cache=tmp_path).stdout
     assert "math1" in text and "64512" in text
     assert not (tmp_path / "builds").exists()
+
+
+def test_matrix_counts_what_is_legal_and_what_each_rule_refuses(tmp_path):
+    result = megamoe("build", "--matrix", "-n", "--json", cache=tmp_path)
+    assert result.returncode == 0 and not (tmp_path / "builds").exists()
+    document = json.loads(result.stdout)
+    found = document["combinations"]
+    assert document["schema"] == "megamoe.matrix/1" and len(document["kernels"]) == found["legal"] == len(set(document["kernels"]))
+    assert found["legal"] + sum(found["refused"].values()) == found["total"] and {"policy-tile", "accumulators"} <= set(found["refused"])
+    some = megamoe("build", "--matrix", "-n", "l1", "combine", "--config", "policy=wide_n,cluster=2", cache=tmp_path)
+    assert some.stdout.count("would build sm_90a l1: ") == some.stdout.count("would build sm_90a combine: ") > 1
+    assert all("c2-wide_n" in line for line in some.stdout.splitlines()) and "combinations are legal; refused: " in some.stderr
+
+
+ONE = "block_m=16,block_n=256,policy=fused,promotion=rescale,math_threads=256,split=n,frontend=compact,cluster=1"
+
+
+def test_matrix_compiles_and_a_spill_is_an_error(tmp_path):
+    result = megamoe("build", "stub", "--matrix", "--config", ONE, cache=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "1 of 1 combinations are legal" in result.stdout and "1 kernels: 1 compiled; 0 spill" in result.stdout
+    again = megamoe("build", "stub", "--matrix", "--config", ONE, "--json", cache=tmp_path)
+    assert [k["cache_hit"] for k in json.loads(again.stdout)["kernels"]] == [True]
+    spilled = megamoe("build", "l1", "--matrix", "--json", "--config", f"{ONE},regs_dispatch=32,regs_tma=32,regs_math=208", cache=tmp_path)
+    assert spilled.returncode == 4 and "spill stores" in spilled.stderr and "role: " in spilled.stderr
+    assert json.loads(spilled.stdout)["ok"] is False
 
 
 def test_dry_run_compiles_nothing(tmp_path):
@@ -107,7 +138,11 @@ def test_dry_run_compiles_nothing(tmp_path):
     (["--config", "blok_m=64"], ["blok_m", "block_m"]),
     (["--config", "stages=8"], ["shared-memory", "at most 4 stages"]),
     (["--config", "regs_math=256"], ["register-budget", "64512"]),
-    (["--config", "cluster=2"], ["not-implemented", "cluster=2"]),
+    (["--config", "policy=wide_n"], ["policy-tile", "math_threads=128"]),
+    (["--config", "block_m=64,math_threads=128"], ["policy-tile", "serial_n"]),
+    (["--config", "frontend=standard,block_m=64,regs_math=256"], ["register-budget", "65536"]),
+    (["--matrix", "--config", "block_k=64"], ["no combination is legal", "allowed-values"]),
+    (["--matrix", "--explain"], ["--matrix", "--explain"]),
     (["--shape", "flsh"], ["flash"]),
     (["--shape", "200x256x8x2"], ["hidden"]),
     (["--ranks", "3"], ["ranks=3"]),

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from megamoe_cli import paths
 from megamoe_cli.devlog import journal
-from tests.cli.conftest import ROOT
 
-CACHE = paths.cache_dir()  # the real one, before a fixture moves it: these tests are not about compiling
 COMMIT = "c0ffee" + "0" * 34
 LOG = ("log", "--file", "log.md", "--results-dir", "out")
 CHECK = ("log", "check", "--file", "log.md", "--results-dir", "out")
@@ -182,51 +177,3 @@ def test_an_entry_from_nowhere(megamoe, logged) -> None:
     assert answer.code == 1 and "belongs to no entry that megamoe log wrote" in answer.out
     Path("log.md").write_text(re.sub("<!-- megamoe-log-end.*-->", "", logged))
     assert megamoe(*CHECK).code == 1
-
-
-# ---- the real thing ----
-
-
-def test_a_fresh_clone(tmp_path: Path) -> None:
-    """Clone, test, log, check: the entry names the commit, what changed in it, and what ran."""
-    clone = tmp_path / "clone"
-    clone.mkdir()
-    for name in ("pyproject.toml", "megamoe_cli", "phases", "tuning", "kernels", "tests/data"):
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy2
-        copy(ROOT / name, clone / name, **({"ignore": shutil.ignore_patterns("__pycache__")} if (ROOT / name).is_dir() else {}))
-    (clone / ".gitignore").write_text("results/\n__pycache__/\n")
-
-    def git(*words: str) -> str:
-        return subprocess.run(["git", "-C", str(clone), "-c", "user.name=a", "-c", "user.email=a@b", *words], check=True,
-                              capture_output=True, text=True, timeout=60).stdout.strip()
-
-    env = {**os.environ, "MEGAMOE_CACHE_DIR": str(CACHE)}
-    env.pop("PYTHONPATH", None)
-
-    def megamoe(*words: str) -> subprocess.CompletedProcess:
-        return subprocess.run([sys.executable, "-m", "megamoe_cli", *words], cwd=clone, env=env, capture_output=True, text=True, timeout=150)
-
-    git("init", "-q")
-    git("add", ".")
-    git("commit", "-q", "-m", "Everything before")
-    with open(clone / "phases" / "stub.py", "a") as stream:
-        stream.write("# one more line\n")
-    git("commit", "-q", "-a", "-m", "Stub: one more line")
-    tested = megamoe("test", "--ranks", "1", "--phase", "stub", "--tokens", "8", "--backend", "emulator")
-    assert tested.returncode == 0, tested.stderr
-    logged = megamoe("log", "--phase", "stub", "--ranks", "1", "--request", "one more line")
-    assert logged.returncode == 0, logged.stderr
-    text = (clone / "docs" / "log.md").read_text()
-    digest = megamoe("--version").stdout.split()[-1].rstrip(")")
-    assert f"`{git('rev-parse', 'HEAD')[:10]}` Stub: one more line; kernel sources `{digest}`" in text
-    assert f"since `{git('rev-parse', 'HEAD~1')[:10]}`" in text and "- phases: 1 files, +1 -0" in text and "- phases/stub.py (+1 -0)" in text
-    assert "| here | `megamoe test --ranks 1 --phase stub --tokens 8 --backend emulator` | passed (0) |" in text
-    assert "| stub | 1 | 8 | 128 | emulator(1 rank x 2 CTAs) | 1 of 1 |" in text
-    assert megamoe("log", "check").stdout == "1 entries: 1 proven by records, 0 consistent, 0 false\n"
-    refused = megamoe("log", "--phase", "combine")
-    assert refused.returncode == 5 and not megamoe("log", "check").returncode
-    with open(clone / "kernels" / "hw" / "hw.cuh", "a") as stream:
-        stream.write("// another kernel\n")
-    (run,) = json.loads(megamoe("log", "list", "--runs", "--json").stdout)["runs"]
-    stale = megamoe("log", "--run", run["id"], "--file", "other.md")
-    assert stale.returncode == 1 and "the kernel sources have changed since the run" in stale.stderr

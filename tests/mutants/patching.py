@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-CATEGORIES = ("dispatch", "barriers", "rings", "signals", "epilogues", "combine", "cleanup")
+CATEGORIES = ("dispatch", "barriers", "rings", "signals", "epilogues", "combine", "cleanup", "clusters", "policies")
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ class Far:
     def write(self) -> Path:
         """The settings file, as a user would write it."""
         values = {"host": "box", "path": str(self.path), "python": sys.executable, "host_python": sys.executable, "ssh": self.box.ssh,
-                  "lock_dir": str(self.home / "locks"), "timeout": 60, **self.settings}  # fmt: skip
+                  "lock_dir": str(self.home / "locks"), "timeout": 60, "grace": 1, **self.settings}  # fmt: skip
         env = values.pop("env", {})
         lines = ["[tool.megamoe.remote.far]", *(f"{key} = {json.dumps(value)}" for key, value in values.items())]
         lines += ["[tool.megamoe.remote.far.env]", *(f"{key} = {json.dumps(value)}" for key, value in env.items())]
@@ -187,8 +187,17 @@ def shared_box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Box]:
 
 @pytest.fixture
 def far(shared_box: Box, tmp_path: Path) -> Iterator[Far]:
-    """A target with an empty folder on the box that all tests of this process share."""
-    made = Far(shared_box, tmp_path, tmp_path / "far", {"gpus": "none"})
+    """A target with an empty folder on the box that all tests of this process share, through one connection."""
+    yield from checked(Far(shared_box, tmp_path, tmp_path / "far", {"gpus": "none", "ssh": shared_box.shared_ssh}))
+
+
+@pytest.fixture
+def lone(shared_box: Box, tmp_path: Path) -> Iterator[Far]:
+    """The same with a connection for every command, which can be broken."""
+    yield from checked(Far(shared_box, tmp_path, tmp_path / "far", {"gpus": "none"}))
+
+
+def checked(made: Far) -> Iterator[Far]:
     yield made
     try:
         made.assert_nothing_left(within=20)

@@ -11,6 +11,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,11 +50,18 @@ class Box:
     environment: dict[str, str] = field(default_factory=dict)
     file_size_limit: int | None = None
     port: int = 0
+    socket: Path | None = None
     process: subprocess.Popen | None = None
 
     @property
     def ssh(self) -> str:
         return f"ssh -F {self.folder}/config"
+
+    @property
+    def shared_ssh(self) -> str:
+        """As people set it up who are tired of waiting: one connection for all commands."""
+        self.socket = self.socket or Path(tempfile.mkdtemp(prefix="mm-"))  # a socket's path has to be short
+        return f"{self.ssh} -o ControlMaster=auto -o ControlPath={self.socket}/m -o ControlPersist=60"
 
     def set_up(self) -> Box:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -65,7 +73,7 @@ class Box:
         (self.folder / "config").write_text(
             f"Host box\n  HostName 127.0.0.1\n  Port {self.port}\n  User {getpass.getuser()}\n  IdentityFile {self.folder}/user_key\n"
             f"  IdentitiesOnly yes\n  IdentityAgent none\n  UserKnownHostsFile {self.folder}/known_hosts\n  GlobalKnownHostsFile none\n"
-            "  StrictHostKeyChecking yes\n  HostKeyAlias box\n")
+            "  StrictHostKeyChecking yes\n  HostKeyAlias box\n  KexAlgorithms curve25519-sha256\n")
         self.trust()
         return self
 
@@ -79,12 +87,13 @@ class Box:
         (self.folder / "known_hosts").write_text("box " + (self.folder / "host_key.pub").read_text())
 
     def start(self) -> Box:
-        sets = [f'{name}="{value}"' for name, value in self.environment.items()]
+        # SHLVL: bash then does not take itself for a remote login and reads no .bashrc of the person who runs the tests
+        sets = [f'{name}="{value}"' for name, value in {"SHLVL": "2", **self.environment}.items()]
         (self.folder / "sshd_config").write_text(
             f"ListenAddress 127.0.0.1:{self.port}\nHostKey {self.folder}/host_key\nPidFile none\n"
             f"AuthorizedKeysFile {self.folder}/authorized_keys\nPasswordAuthentication no\nKbdInteractiveAuthentication no\n"
             f"UsePAM no\nStrictModes no\nPermitRootLogin yes\nMaxStartups 100\nPrintMotd no\nLogLevel ERROR\n"
-            + (f"SetEnv {' '.join(sets)}\n" if sets else ""))
+            f"SetEnv {' '.join(sets)}\n")
         if os.geteuid() == 0:
             Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # sshd, as root, refuses to start without it
         command = [find_sshd() or "sshd", "-D", "-e", "-f", str(self.folder / "sshd_config")]
@@ -131,6 +140,10 @@ class Box:
                 pass
 
     def stop(self) -> None:
+        if self.socket is not None:
+            subprocess.run([*self.shared_ssh.split(), "-O", "exit", "box"], capture_output=True, timeout=30)
+            shutil.rmtree(self.socket, ignore_errors=True)
+            self.socket = None
         if self.process is not None:
             self.drop_connections()
             self.process.kill()

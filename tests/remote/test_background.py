@@ -23,6 +23,7 @@ def test_background_job(far: Far) -> None:
     wait_for(up.exists)
     status = far.run("status", "--json").json
     assert [(j["job"], j["state"]) for j in status["jobs"]] == [(job, "running")]
+    assert os.getpgid(status["jobs"][0]["group"]) == status["jobs"][0]["group"], "the process group of the command"
     assert status["locks"]["gpu1"]["what"].startswith("megamoe test"), "the lock outlives the connection"
     second = far.run(*STUB)
     assert second.code == 3 and f"job {job} of this checkout still runs" in second.err and "remote attach" in second.err
@@ -55,31 +56,62 @@ def test_letting_go_of_a_background_job_and_cancelling_it(far: Far) -> None:
 
 def test_a_search_in_slices(far: Far) -> None:
     """Each keeps the limit of one command and continues the run of the one before; results come back once, at the end."""
-    far.fake_python('mkdir -p "$MEGAMOE_RESULTS_DIR/r1"; echo "${@:3}" >> "$MEGAMOE_RESULTS_DIR/r1/calls"\n'
-                    'n=$(wc -l < "$MEGAMOE_RESULTS_DIR/r1/calls"); [ $n -lt 4 ] || exit 0; [ $n = 2 ] && exit 124; exit 6')
+    up = far.fake_python('echo "${@:3}" >> "$UP"; n=$(wc -l < "$UP"); [ $n -lt 4 ] || exit 0\n'
+                         'mkdir -p "$MEGAMOE_RESULTS_DIR/r1"; cp "$UP" "$MEGAMOE_RESULTS_DIR/r1/calls"; [ $n = 2 ] && exit 124; exit 6')
     answer = far.run("tune", "--slices", "--static", "--shape", "tiny")
     assert answer.code == 0, answer.err
-    calls = (far.home / "results" / "r1" / "calls").read_text().splitlines()
-    assert calls == ["tune --static --shape tiny --budget 25s", *["tune --resume last --budget 25s"] * 3]
+    assert up.read_text().splitlines() == ["tune --static --shape tiny --budget 25s", *["tune --resume last --budget 25s"] * 3]
+    assert len((far.home / "results" / "r1" / "calls").read_text().splitlines()) == 3, "also when the last slice had nothing to add"
     assert json.loads((far.home / "results" / "r1" / "remote.json").read_text())["end"]["exit"] == 0
     assert far.run("tune", "--slices", "--budget", "3m").code == 2
     assert far.run("tune", "-o", "table.yaml").code == 2
 
 
 def test_a_search_in_the_background_can_be_continued(far: Far) -> None:
+    """Only what the job worked on comes back, each with the story of its own job."""
+    old = far.state / "tune-results" / "r0"
+    old.mkdir(parents=True)
+    (far.path / ".megamoe-remote").touch()
+    (old / "summary.json").write_text("{}")
     far.fake_python('mkdir -p "$MEGAMOE_RESULTS_DIR/r1"; echo "${@:3}" >> "$MEGAMOE_RESULTS_DIR/r1/calls"; exit 6')
     assert far.run("tune", "--static", "--shape", "tiny").code == 6, "started, followed, fetched"
     assert far.run("tune", "--resume", "last").code == 6
     assert (far.home / "results" / "r1" / "calls").read_text() == "tune --static --shape tiny\ntune --resume last\n"
+    assert [p.name for p in runs_in(far)] == ["r1"]
+    steps = [step["what"] for step in json.loads((far.home / "results" / "r1" / "remote.json").read_text())["steps"]]
+    assert steps[:2] == ["prepare", "sync"] and "attach" in steps, "how it was sent, too"
+
+
+def terminal(far: Far) -> tuple[subprocess.Popen, int]:
+    """A shell over there in a terminal here: the client and our end of it."""
+    ours, theirs = os.openpty()
+    shell = subprocess.Popen(far.command("shell"), env={**far.variables(), "TERM": "dumb"}, cwd=far.home, stdin=theirs,
+                             stdout=theirs, stderr=theirs, start_new_session=True)  # fmt: skip
+    far.clients.append(shell)
+    os.close(theirs)
+    return shell, ours
+
+
+def test_a_shell_that_stays_open(far: Far) -> None:
+    """Other commands run beside it and do not end it; when its terminal goes, it goes with all that it started."""
+    far.settings["env"] = {"MY_SIGN": "here"}
+    shell, ours = terminal(far)
+    os.write(ours, f"(trap '' HUP; sleep {far.nap}1 >/dev/null 2>&1 &); trap '' HUP; touch \"{far.home}/$MY_SIGN\"\n".encode())
+    wait_for((far.home / "here").exists)
+    far.fake_python("echo ran")
+    answer = far.run(*STUB)
+    assert answer.out == "ran\n" and "ended" not in answer.err, answer.err
+    (kept,) = (job for job in far.run("status", "--json").json["jobs"] if job["state"] == "running")
+    assert kept["interactive"] and kept["processes"] >= 2
+    os.killpg(shell.pid, signal.SIGKILL)
+    os.close(ours)
+    shell.wait(30)
+    far.assert_nothing_left(within=15)
 
 
 def test_a_shell_in_a_terminal(far: Far) -> None:
     """What one leaves running in it is ended with it."""
-    ours, theirs = os.openpty()
-    shell = subprocess.Popen(far.command("shell"), env={**far.variables(), "SHELL": "/bin/sh", "TERM": "dumb"}, cwd=far.home, stdin=theirs,
-                             stdout=theirs, stderr=theirs, start_new_session=True)  # fmt: skip
-    far.clients.append(shell)
-    os.close(theirs)
+    shell, ours = terminal(far)
     os.write(ours, f"pwd; (trap '' HUP; sleep {far.nap}1 >/dev/null 2>&1 &); sleep {far.nap}2 >/dev/null 2>&1 & exit\n".encode())
     heard = b""
     while shell.poll() is None:

@@ -18,7 +18,7 @@ from megamoe_cli.devlog import journal
 from megamoe_cli.remote import commands, hold
 from megamoe_cli.remote.runs import Visit
 from megamoe_cli.remote.targets import parse_target
-from tests.remote.conftest import STUB, Far, runs_in, wait_for
+from tests.remote.conftest import STUB, Far, error_of, runs_in, wait_for
 
 # The far side has a cache of its own; these tests are not about compiling.
 WARM = {"env": {"MEGAMOE_CACHE_DIR": str(paths.cache_dir())}}
@@ -55,15 +55,14 @@ def test_dry_run_prints_what_would_run_and_touches_nothing(far: Far) -> None:
     assert answer.code == again.code == 0 and not far.path.exists()
     lines = answer.out.splitlines()
     assert [shlex.split(line)[0] for line in lines] == ["ssh", "cd", "rsync", "ssh", "rsync"]
-    assert "timeout --foreground -k 5 50" in lines[3] and "megamoe_cli test --ranks 1 --phase stub" in lines[3]
+    assert "timeout --foreground -k 1 50" in lines[3] and "megamoe_cli test --ranks 1 --phase stub" in lines[3]
     assert len(again.out.splitlines()) == len(lines)
 
 
 def test_json_comes_back_alone(far: Far) -> None:
-    far.settings |= WARM
+    far.fake_python("echo progress >&2; echo '{\"args\": \"'\"$*\"'\"}'; echo more >&2")
     answer = far.run(*STUB, "--json")
-    assert answer.code == 0 and answer.json["summary"]["passed"] == 1
-    assert answer.json["id"] == runs_in(far)[0].name
+    assert answer.code == 0 and answer.json["args"].endswith("--json --timeout 20") and "progress\nmore\n" in answer.err
 
 
 @pytest.mark.parametrize("code", [0, 1, 4, 6, 70])
@@ -141,7 +140,7 @@ def test_in_a_container(far: Far, engine: Path) -> None:
     assert answer.code == 0, answer.err
     assert answer.out == f"yes 0,3 {far.state}/prebuilt\n"
     run = next(line for line in engine.read_text().splitlines() if "--job" in line)
-    assert run.startswith("exec -i dev ") and " timeout --foreground -k 5 50 " in run, "the limit is inside the container"
+    assert run.startswith("exec -i dev ") and " timeout --foreground -k 1 50 " in run, "the limit is inside the container"
 
 
 def test_a_container_that_is_not_there(far: Far, engine: Path) -> None:
@@ -178,7 +177,7 @@ def test_a_box_that_is_taken(far: Far) -> None:
         while "taken: gpu2 by eve@desk" not in (line := waiting.stderr.readline()):
             assert line
     finally:
-        other.kill()
+        other.terminate()  # passed on
         other.wait()
     out, err = waiting.communicate(timeout=60)
     assert (waiting.returncode, out) == (0, "ran\n"), err
@@ -206,6 +205,45 @@ def test_all_and_some_exclude_each_other(tmp_path: Path) -> None:
 def test_a_word_of_the_users_own(far: Far) -> None:
     answer = far.run("shell", "sh", "-c", "echo $PWD; exit 9")
     assert (answer.code, answer.out) == (9, f"{far.state}/tree\n"), answer.err
+
+
+# ---- files of this machine ----
+
+
+def test_baselines_are_files_of_this_machine(far: Far) -> None:
+    """The one to compare with is sent; the one to keep comes back; one that is not there is found out before anything is sent."""
+    from megamoe_cli.bench_gate import baseline_document
+
+    bench = ("bench", "--shape", "flash", "--tokens", "8", "--fail-on-regression", "3%")
+    missing = far.run(*bench)
+    assert missing.code == 2 and f"no baseline to compare with: {far.home}/results/bench-baseline.json" in missing.err
+    assert not far.path.exists()
+    rows = [{"shape": "flash", "tokens": 8, "config": "c", "rounds_us": [[1.0], [1.0], [1.0]]}]
+    (far.home / "it's here.json").write_text(json.dumps(baseline_document("1xH200", {}, rows, {})))
+    far.fake_python('while [ $# -gt 0 ]; do case "$1" in --baseline) cat "$2";; --save-baseline) echo new > "$2";; esac; shift; done')
+    answer = far.run(*bench, "--baseline", "it's here.json", "--save-baseline", "kept/new.json")
+    assert answer.code == 0, answer.err
+    assert answer.out == (far.home / "it's here.json").read_text()
+    assert (far.home / "kept/new.json").read_text() == "new\n"
+    plan = far.run("-n", *bench, "--baseline", "it's here.json").out.splitlines()
+    assert any("/inputs/" in line and line.startswith("rsync") for line in plan) and f"{far.state}/inputs/baseline.json" in plan[-2]
+
+
+def test_a_table_of_this_machine(far: Far) -> None:
+    (far.home / "mine.yaml").write_text("of this machine")
+    far.fake_python('while [ $# -gt 0 ]; do [ "$1" = --table ] && cat "$2"; shift; done; echo " $MEGAMOE_TABLE"')
+    far.environ["MEGAMOE_TABLE"] = "mine.yaml"
+    assert far.run("shell", "true").code == 0
+    answer = far.run(*STUB)
+    assert (answer.code, answer.out) == (0, "of this machine \n"), answer.err
+
+
+@pytest.mark.parametrize("option", ["--junit", "--results-dir"])
+def test_where_nothing_can_be_written(far: Far, option: str) -> None:
+    """Said before anything is sent, as without remote."""
+    (far.home / "file").write_text("")
+    answer = far.run(*STUB, option, "file/below")
+    assert answer.code == 2 and f"{option}: " in error_of(answer.err) and not far.path.exists()
 
 
 # ---- cubins ----

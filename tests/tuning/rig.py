@@ -21,6 +21,8 @@ schema: megamoe.space/1
 spaces:
   default: {block_m: [32, 64, 128], lag: [8, 16]}
 """
+# Twice the kernels, for candidates that misbehave.
+WIDE = SPACE.replace("lag:", "stages: [0, 3], lag:")
 # 32x lag 8 is fastest to 100 tokens, 128x lag 16 above; 64 is always a little slow.
 SCRIPT: dict[str, Any] = {
     "name": "Fake", "sms": 132, "seed": 3, "noise": 0.01, "base_us": 50, "us_per_token": 0.25,
@@ -48,6 +50,7 @@ class Rig:
     folder: Path
     script: dict[str, Any] = field(default_factory=lambda: json.loads(json.dumps(SCRIPT)))
     sizes: str = "4,16,64,256"
+    space: str = SPACE
     extra: tuple[str, ...] = ()
     token: str = field(default_factory=lambda: f"tune-test-{uuid.uuid4().hex}")
 
@@ -59,10 +62,10 @@ class Rig:
     def table(self) -> Path:
         return self.folder / "table.yaml"
 
-    def write(self, space: str = SPACE) -> None:
+    def write(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "fake.json").write_text(json.dumps(self.script))
-        (self.folder / "space.yaml").write_text(space)
+        (self.folder / "space.yaml").write_text(self.space)
 
     def fresh(self) -> list[str]:
         """Arguments of a new run."""
@@ -88,7 +91,7 @@ class Rig:
 
     def run(self, args: list[str], prefix: list[str] | None = None) -> Answer:
         process = self.start(args, prefix)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=120)
         return Answer(process.returncode, out, err)
 
     # -- what is there ---------------------------------------------------------------------------
@@ -110,7 +113,7 @@ class Rig:
         summary = json.loads((self.run_folder / "summary.json").read_text())
         return [(pick["tokens"], pick["config"]) for pick in summary["picks"]]
 
-    def wait_for_trials(self, count: int, seconds: float = 30.0) -> int:
+    def wait_for_trials(self, count: int, seconds: float = 60.0) -> int:
         """Until the journal has so many lines; how many it has."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
@@ -118,6 +121,13 @@ class Rig:
                 return have
             time.sleep(0.01)
         raise AssertionError(f"{len(self.lines())} trials after {seconds} s")
+
+    def wait_for(self, path: Path, seconds: float = 60.0) -> None:
+        """Until the file is there."""
+        until = time.monotonic() + seconds
+        while not path.exists():
+            assert time.monotonic() < until, f"no {path.name} after {seconds} s"
+            time.sleep(0.01)
 
     def alive(self, seconds: float = 5.0) -> list[int]:
         """Processes of this rig that are still there after a grace period."""

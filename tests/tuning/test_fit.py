@@ -72,7 +72,9 @@ def test_a_single_size_does_not_get_a_range_for_nothing() -> None:
 
 def test_incumbents_of_several_ranges() -> None:
     rows = [point(t, {A: 1.0}, incumbent=INC if t < 100 else B) for t in (1, 10, 100, 1000)]
-    assert picks(rows) == [A, A, A, A], "one configuration that is the same as both"
+    assert picks(rows) == [INC, INC, B, B], "what is nowhere better takes nobody's place, also not to save a configuration"
+    rows = [point(t, {A: 0.9 if t == 1 else 1.0}, incumbent=INC if t < 100 else B) for t in (1, 10, 100, 1000)]
+    assert picks(rows) == [A, A, A, A], "better somewhere, the same elsewhere: one configuration for all"
     rows = [point(t, {A: 1.05}, incumbent=INC if t < 100 else B) for t in (1, 10, 100, 1000)]
     assert picks(rows) == [INC, INC, B, B]
 

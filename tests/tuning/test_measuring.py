@@ -137,13 +137,24 @@ def test_a_candidate_that_is_far_behind_stops_after_one_round(bench) -> None:
     assert launched(recorder.programs[1]) == [32, 64]
 
 
-def test_one_buffer_serves_all_sizes_and_kernels(bench) -> None:
+def test_one_buffer_serves_all_sizes_and_kernels(bench, monkeypatch) -> None:
     runner, recorder = bench
     for tokens in (0, 128, 3):
         result = runner.run(task(tokens=tokens, rounds=2, seed=tokens))
         assert result.passed, (tokens, result.message)
-    assert list(runner._buffers) == [128] and len(runner._arenas) == 2
+    assert list(runner._buffers) == [128] and len(runner._arenas) > 2
     assert len(runner._kernels) == 2, "each variant is loaded once"
+
+
+def test_inputs_stay_for_a_size_that_comes_again_while_there_is_room(bench, monkeypatch) -> None:
+    runner, recorder = bench
+    runner._arenas.clear()
+    monkeypatch.setattr("megamoe_cli.tuning.measuring.KEPT_BYTES", 1.1e6)
+    for tokens in (3, 4, 5, 128, 5):
+        assert runner.run(task(tokens=tokens, rounds=1)).passed
+    assert [key[0] for key in runner._arenas] == [128, 5], "the oldest go first, and the one in use stays"
+    monkeypatch.setattr("megamoe_cli.tuning.measuring.KEPT_BYTES", 0.0)
+    assert runner.run(task(tokens=6, rounds=1)).passed and [key[0] for key in runner._arenas] == [6]
 
 
 @pytest.mark.parametrize(("error", "status", "code"), [
@@ -162,8 +173,8 @@ def test_whatever_a_candidate_does_is_a_result(bench, error, status, code) -> No
 
 def test_an_illegal_candidate_is_a_result_too(bench) -> None:
     runner, _ = bench
-    result = runner.run(task(a=Choice(KernelConfig(cluster=2)).to_dict()))
-    assert result.status == "error" and "not-implemented" in result.message and result.exit_code == 2
+    result = runner.run(task(a=Choice(KernelConfig(block_m=48)).to_dict()))
+    assert result.status == "error" and "allowed-values" in result.message and result.exit_code == 2
 
 
 def test_the_machine_is_described(bench) -> None:

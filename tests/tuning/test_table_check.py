@@ -106,7 +106,7 @@ def test_a_broken_table_names_line_and_rule(megamoe, table, old, new, line, rule
 
 def test_every_error_rule_is_exercised() -> None:
     """A rule that no test can break is a rule that may not exist."""
-    warnings = {"stale", "dirty", "partial", "unused-configuration"}
+    warnings = {"stale", "dirty", "partial", "unused-configuration", "awaited"}
     assert {rule for _, _, _, rule in BROKEN} | warnings == set(CHECK_RULES)
 
 
@@ -156,7 +156,35 @@ def test_what_ships_is_good(megamoe) -> None:
     assert answer.code == 0, answer.out
     for path in (p for p in shipped if p.name.startswith("baseline-")):
         table, problems = check_file(path)
-        assert table is not None and table.source == "baseline" and problems == []
+        assert table is not None and table.source == "baseline" and {p.rule for p in problems} <= {"awaited"}
+
+
+def test_a_baseline_takes_what_it_wants_as_soon_as_the_kernel_has_it(monkeypatch) -> None:
+    """Whatever is not implemented today: with the predicate accepting all, the wishes are taken; with it accepting none of
+    them, what stands in for them; both are legal, and the file is written back as it was."""
+    from megamoe_cli.tuning.lookup import Library, Machine, Query, lookup
+    from megamoe_cli.tuning.table_writer import to_dict
+    from tests.tuning.tables_at_hand import SHAPE
+
+    path = paths.tuning_dir() / "tables" / "baseline-topk3plus.yaml"
+
+    def now(missing: set) -> tuple:
+        monkeypatch.setattr(kernel_config, "NOT_IMPLEMENTED", frozenset(missing))
+        table, problems = check_file(path)
+        assert [p for p in problems if p.severity == "error"] == []
+        pick = lookup(Query(SHAPE, 1, Machine(132, "virtual")), 64, Library([(table, problems)]))
+        return table, {p.rule for p in problems}, pick.choice.config
+
+    all_there, rules, config = now(set())
+    assert rules == set() and (config.block_n, config.policy, config.register_plan()) == (128, "serial_n", (48, 40, 208))
+    waiting, rules, config = now({("policy", "serial_n"), ("cluster", 2), ("block_n", 128)})
+    assert rules == {"awaited"} and (config.block_m, config.block_n, config.policy) == (32, 256, "fused")
+    assert to_dict(all_there) == to_dict(waiting)
+
+
+def test_only_a_baseline_waits_for_something(megamoe, table) -> None:
+    answer = megamoe("table", "check", table("use: small, evidence", "use: small, otherwise: big, evidence"))
+    assert answer.code == 1 and ":7: error: bad-value: only a baseline has an otherwise" in answer.out
 
 
 def test_the_public_review_fails_for_both_of_its_reasons(megamoe) -> None:

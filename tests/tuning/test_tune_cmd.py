@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -41,9 +42,10 @@ def space(tmp_path):
 def test_the_plan_says_what_would_run_and_what_is_refused(megamoe) -> None:
     answer = megamoe("tune", "--plan", "--rank-of", 8, "--seed", 7)
     assert answer.code == 0
-    for words in ("candidates, 14 sizes from 1 to 8192 tokens", "incumbent from 129 tokens: m64", "by not-implemented: such as: ",
+    for words in ("candidates, 14 sizes from 1 to 8192 tokens", "incumbent from 129 tokens: m64", 
                   "kernels to compile: ", "no GPU: compiling, and a model for 132 SMs"):
         assert words in answer.out, answer.out
+    assert re.search(r"^refused +\d+ by [a-z-]+: such as: ", answer.out, re.MULTILINE) and "on a GPU, trials: about" in answer.out
     document = megamoe("tune", "--plan", "--rank-of", 8, "--seed", 7, "--json").json
     accounts = document["plan"]["accounts"]
     assert accounts["generated"] == accounts["candidates"] + accounts["same"] + sum(accounts["refused"].values())
@@ -94,7 +96,7 @@ def test_whenever_time_ends_what_was_visited_spans_all_sizes() -> None:
     (("--shape", "flsh"), "flash"), (("--ranks", "3"), "experts=256"), (("--ranks", "1,2"), "one number"), (("--tokens", "0"), "below 1"),
     (("--tokens", "x"), "--tokens"), (("--space", "quik"), "quick"), (("--space", "none.yaml:a"), "none.yaml"), (("--budget", "soon"), "--budget"),
     (("--min-gain", "200%"), "--min-gain"), (("--max-slowdown", "x"), "--max-slowdown"), (("--config", "blok_m=1"), "block_m"),
-    (("--config", "cluster=2"), "not-implemented"), (("--routing", "unifrm"), "uniform"), (("--rank-of", "7"), "7 equal parts"),
+    (("--config", "block_m=48"), "allowed-values"), (("--routing", "unifrm"), "uniform"), (("--rank-of", "7"), "7 equal parts"),
     (("--ranks", "8", "--rank-of", "8"), "--rank-of"), (("--retry-failed",), "--resume"), (("--fit-only",), "--resume"),
     (("--tokens", "8,64", "--holdout", "65"), "8..64"), (("--tokens", "8,64", "--holdout", "8"), "one of them"),
     (("--strategy", "random"), "halving"), (("--rounds", "2"), "--rounds"),
@@ -175,7 +177,45 @@ def test_a_kernel_that_spills_is_no_candidate(megamoe, compiler, space, tmp_path
 def test_build_only_compiles_each_kernel_once(megamoe, compiler, space) -> None:
     answer = megamoe("tune", "--rank-of", 8, "--space", space, "--build-only")
     plan, _ = make_plan(Request(SHAPE, space=space, seed=1))
-    assert answer.code == 0 and len(compiler.built) == len(kernels_of(plan.candidates)) == 3
+    assert answer.code == 0 and len(compiler.built) == len(kernels_of(plan.candidates)) >= 3 < len(plan.candidates)
+
+
+def test_cubins_travel_to_another_machine(megamoe, tmp_path, monkeypatch) -> None:
+    """Built here by one compiler, taken there from the folder, whatever compiler is there; what is missing is compiled."""
+    from megamoe_cli.compile import nvrtc
+    from megamoe_cli.tuning import compiling
+
+    calls: list[str] = []
+
+    def compile_cubin(text: str, *args: object, name: str, **options: object) -> tuple[bytes, str]:
+        calls.append(text)
+        return b"cubin of " + text[-300:].encode(), "ptxas info    : Compiling entry function 'mega_moe' for 'sm_90a'\nptxas info    : Used 168 registers\n"
+
+    def machine(name: str, size: int) -> None:
+        monkeypatch.setenv("MEGAMOE_CACHE_DIR", str(tmp_path / name))
+        monkeypatch.setattr(driver, "_nvrtc", lambda: nvrtc.Compiler((13, size), "", f"nvrtc 13.{size}"))
+
+    monkeypatch.setattr(nvrtc, "compile_cubin", compile_cubin)
+    for name in ("MEGAMOE_PREBUILT", "MEGAMOE_REMOTE_COMPILER"):
+        monkeypatch.setenv(name, "")  # so that what the command sets is undone
+        monkeypatch.delenv(name)
+    (tmp_path / "s.yaml").write_text(SPACE.replace("[32, 64, 128]", "[64, 128]"))
+    args = ("tune", "--rank-of", 8, "--tokens", "1024", "--incumbent", "default", "--space", f"{tmp_path / 's.yaml'}:default", "-j", 1)
+    machine("here", 5)
+    answer = megamoe(*args, "--build-only", "--cubins", tmp_path / "cubins")
+    assert answer.code == 0 and f"2 kernels built in " in answer.out and f"{tmp_path / 'cubins'} holds" in answer.out
+    assert len(calls) == 2 and len(list((tmp_path / "cubins").glob("*.cubin"))) == 2
+    stale = tmp_path / "cubins" / "old.json"
+    stale.write_text('{"source_digest": "of other sources"}')
+    megamoe(*args, "--shape", "v3", "--build-only", "--cubins", tmp_path / "cubins")
+    assert not stale.exists() and len(list((tmp_path / "cubins").glob("*.cubin"))) >= 2, "another shape's kernels come beside"
+    machine("there", 0)
+    calls.clear()
+    (tmp_path / "s.yaml").write_text(SPACE)
+    answer = megamoe(*args, "--cubins", tmp_path / "cubins", "--static", "--results-dir", tmp_path / "r", "--json")
+    assert answer.code == 0 and len(calls) == 1 and "kBlockM = 32" in calls[0], "only what was not brought along"
+    assert megamoe(*args, "--cubins", tmp_path, "--static").code == 2
+    assert compiling.Built().sent == 0
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import yaml
 from megamoe_cli.config import KernelConfig
 from megamoe_cli.tuning.table_check import check_file, load_usable
 from megamoe_cli.tuning.table_merge import diff
-from tests.tuning.rig import SPACE, Rig
+from tests.tuning.rig import WIDE, Rig
 
 
 @pytest.fixture(scope="module")
@@ -55,12 +55,16 @@ def test_without_a_winner_the_incumbent_stays(rig) -> None:
 
 
 def test_every_number_has_its_evidence(done) -> None:
-    rig, _ = done
+    rig, answer = done
     trials = rig.trials()
     summary = json.loads((rig.run_folder / "summary.json").read_text())
     accounts = summary["accounts"]
     assert accounts["generated"] == accounts["candidates"] + accounts["same"] + sum(accounts["refused"].values())
-    assert accounts["candidates"] == accounts["measured"] + sum(accounts["failed"].values()) + accounts["not_reached"]
+    assert accounts["candidates"] == accounts["measured"] + sum(accounts["failed"].values()) + sum(accounts[k] for k in ("barred", "outranked", "not_reached"))
+    assert accounts["not_reached"] == 0, "a run to the end leaves only variants of what lost"
+    gain = summary["gain"]
+    assert 0.8 < gain["best"] <= gain["geomean"] <= gain["worst"] <= 1.0 and gain["slower"] == [] and gain["sizes"] >= 4
+    assert f"picks: {gain['geomean']:.3f} of the time of baseline-" in answer.out
     assert summary["trials"]["measured"] == len(trials)
     noise = {t["tokens"] for t in trials if t["stage"] == "noise"}
     assert noise == {4, 16, 64, 256} and trials[0]["stage"] == "noise", "A/A comes first"
@@ -112,7 +116,9 @@ def test_adding_a_configuration_to_a_finished_run_measures_that_one(rig) -> None
 
 
 def test_grid_measures_all_and_halving_fewer(rig, tmp_path) -> None:
-    grid = Rig(tmp_path / "grid", extra=("--strategy", "grid"))
+    rig.script["effects"] = [{"match": {"block_m": 32, "block_n": 256}, "to": 100, "factor": 0.9},
+                             {"match": {"block_m": 32, "block_n": 256, "lag": 8}, "to": 100, "factor": 0.9}]
+    grid = Rig(tmp_path / "grid", script=rig.script, extra=("--strategy", "grid"))
     big = "schema: megamoe.space/1\nspaces:\n  default: {block_m: [32, 64, 128], lag: [2, 4, 8, 16, 24, 48]}\n"
 
     def finals(r) -> int:
@@ -128,7 +134,7 @@ def test_grid_measures_all_and_halving_fewer(rig, tmp_path) -> None:
 def test_a_screening_loser_is_stopped_after_one_round(rig) -> None:
     rig.script["effects"].append({"match": {"block_m": 64}, "factor": 2.0})
     args = rig.fresh()
-    (rig.folder / "space.yaml").write_text(SPACE.replace("[8, 16]", "[2, 4, 8, 16, 24]"))
+    (rig.folder / "space.yaml").write_text(WIDE.replace("[32, 64, 128]", "[16, 32, 64, 128]"))
     rig.run(args)
     slow = [t for t in rig.trials() if t["stage"] == "screen" and t["a"]["block_m"] == 64 and t["b"]["block_m"] != 64]
     assert slow and all(t["stopped"] and len(t["pairs"]) == 1 for t in slow)
@@ -156,8 +162,8 @@ def test_the_fake_devices_table_goes_only_where_it_is_asked_to(rig) -> None:
 
 
 def test_budget_gives_the_best_so_far_and_says_partial(rig) -> None:
-    rig.script["sleep_s"] = 0.02
-    rig.extra = ("--budget", "2s")
+    rig.script["sleep_s"] = 0.1
+    rig.extra = ("--budget", "3s")
     answer = rig.run(rig.fresh())
     assert answer.code == 6, answer.err
     table, problems = check_file(rig.table)

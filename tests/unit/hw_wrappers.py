@@ -23,6 +23,7 @@ MEMORY = """
     hw::st_vec4(out + 8, hw::ld_vec4_streaming(out + 4));
     hw::sts_vec4(shared + 4, v);
     hw::st_vec4(out + 12, hw::lds_vec4(shared + 4));
+    hw::sts_vec4_cluster(shared + 8, 1, v);
     hw::sts_u32(shared, hw::ld_u32(out));
     hw::sts_f32(fshared, hw::ld_f32(fout) + hw::ld_nc_f32(fout + 1));
     hw::st_f32(fout, hw::lds_f32(fshared));
@@ -65,6 +66,7 @@ TMA = """
     hw::tma_load_2d(tile, &map, bar, 0, 0, hw::CacheHint::kEvictFirst);
     hw::tma_load_2d_multicast(tile, &map, bar, 0, 0, 1);
     hw::bulk_load(tile, out, 128, bar);
+    hw::bulk_load_multicast(tile, out, 128, bar, 1);
     hw::bulk_store(out, tile, 128);
     hw::bulk_commit();
     hw::bulk_wait_read<1>();
@@ -80,6 +82,9 @@ WARP_MATH = """
     f = hw::min_nan(f, 1.f) + hw::max_nan(f, 0.f) + hw::max_f32(hw::abs_f32(f), 2.f);
     w += hw::uniform(w) + hw::popcount(w);
     w += hw::cvt_e4m3x2(f, f) + hw::cvt_bf16x2(f, f) + hw::f32_to_bits(hw::bits_to_f32(w)) + hw::byte_perm(w, w, 0x3210);
+    f32 d[4] = {f, f, f, f};
+    hw::mma_e4m3_m16n8k32(d[0], d[1], d[2], d[3], w, w + 1, w + 2, w + 3, w + 4, w + 5);
+    for (u32 i = 0; i < 4; ++i) hw::st_f32(fout + i, d[i]);
     hw::st_u32(out, w);
 """
 

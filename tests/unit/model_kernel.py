@@ -15,7 +15,7 @@ from megamoe_cli import abi, layout
 from megamoe_cli.backends.base import Backend, Copy, Fill, Kernel, Launch, RunResult, check_program
 from megamoe_cli.config import resolve
 from megamoe_cli.shapes import Shape
-from megamoe_cli.weights import deinterleave_gate_up
+from megamoe_cli.weights import deinterleave_gate_up, untile_weights
 
 PHASES = ("stub", "dispatch", "l1", "l2", "combine")
 
@@ -41,11 +41,6 @@ class Buffer:
 
     def __call__(self, region, dtype, *shape, bank_bytes=0):
         return at(self.base + self.offset[region] + bank_bytes, dtype, *shape)
-
-
-def map_base(image):
-    """Address in a tensor map of the emulator's form."""
-    return int.from_bytes(image[8:16], "little")
 
 
 def launch(p, phase, block_m=128, damage=None):
@@ -90,7 +85,7 @@ def launch(p, phase, block_m=128, damage=None):
         if p.stats:
             at(p.stats, torch.int32, local).add_(counts)
     if index >= 2:
-        w13 = deinterleave_gate_up(at(map_base(p.tensor_map("w13")), torch.float8_e4m3fn, local, 2 * i, h))
+        w13 = deinterleave_gate_up(untile_weights(at(p.w13, torch.float8_e4m3fn, local, i // 128, h // 128, 256, 128), 2 * i))
         w13_sf = at(p.w13_sf, torch.float32, local, 2 * i // 128, h // 128)
         l2_acts, l2_sf = mine("l2_acts", torch.uint8, pool, i), mine("l2_acts_sf", torch.float32, i // 128, pool)
         for expert, rows in enumerate(segments):
@@ -108,7 +103,7 @@ def launch(p, phase, block_m=128, damage=None):
             codes = (groups / s[..., None]).clamp(-448, 448).to(torch.float8_e4m3fn)
             l2_acts[rows], l2_sf[:, rows] = codes.view(len(a), i).view(torch.uint8), s.T
     if index >= 3:
-        w2 = at(map_base(p.tensor_map("w2")), torch.float8_e4m3fn, local, h, i)
+        w2 = untile_weights(at(p.w2, torch.float8_e4m3fn, local, -(-h // 256), i // 128, 256, 128), h)
         w2_sf = at(p.w2_sf, torch.float32, local, h // 128, i // 128)
         for expert, rows in enumerate(segments):
             if rows.stop > rows.start:

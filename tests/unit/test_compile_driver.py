@@ -21,6 +21,7 @@ FLASH = NAMED_SHAPES["flash"]
 TOY = """\
 #include "hw/hw.cuh"
 #include "layout/params.cuh"
+#include "layout/tile_shape.cuh"
 namespace megamoe {
 enum class Phase { kStub, kDispatch, kL1, kL2, kCombine };
 template <class C> MM_DEVICE void run(const KernelParams& params) {
@@ -56,7 +57,8 @@ def toy(tmp_path, monkeypatch):
 
 def test_entry_text():
     text = entry_text("l1", resolve(KernelConfig(), FLASH, 8))
-    for part in ("Phase::kL1;", "kBlockM = 128, kBlockN = 256, kStages = 4, kCluster = 1;", "kMathWarpgroups = 2, kDispatchWarps = 2, kTmaWarps = 2;",
+    for part in ("Phase::kL1;", "kBlockM = 128, kBlockN = 256, kStages = 4, kCluster = 1, kRowSplits = 1;",
+                 "Policy::kFused;", "Promotion::kClassic;", "kMathWarpgroups = 2, kDispatchWarps = 2, kTmaWarps = 2;",
                  "kRegsDispatch = 56, kRegsTma = 56, kRegsMath = 224;", "kRowDepth = 2;",
                  "MM_KERNEL_ENTRY(mega_moe, 384, 1, megamoe::KernelParams, megamoe::run<Config>)"):
         assert part in text
@@ -73,7 +75,7 @@ def test_entry_text():
     (BuildRequest("l1", KernelConfig()), "shape"),
     (BuildRequest("l1", KernelConfig(stages=8)), "shared-memory"),
     (BuildRequest("l1", KernelConfig(stages=5), shape=FLASH), "shared-memory"),
-    (BuildRequest("l1", KernelConfig(cluster=2), shape=FLASH), "not-implemented"),
+    (BuildRequest("l1", KernelConfig(policy="wide_n"), shape=FLASH), "policy-tile"),
     (BuildRequest("l1", KernelConfig(), shape=FLASH, options=("-arch=sm_90",)), "-arch=sm_90"),
 ], ids=lambda value: value if isinstance(value, str) else None)
 def test_refused_before_anything_is_compiled(request_, words, tmp_path):

@@ -32,13 +32,27 @@ def test_region_offsets_golden() -> None:
     assert small.pool_rows == 256
     expected = {
         "control": 0, "count_flag": 1024, "done_flag": 2048, "recv_count": 3072, "recv_list": 4096, "send_count": 5120,
-        "l1_arrival": 6144, "l2_arrival": 7168, "recv_count_sum": 8192, "metadata": 9216,
-        "x": 9216 + 3072, "x_sf": 13312, "topk_idx": 14336, "topk_weights": 15360, "l1_acts": 16384,
-        "l1_acts_sf": 16384 + 32768, "l1_topk_weights": 50176, "l2_acts": 51200, "l2_acts_sf": 83968, "combine": 84992,
+        "l1_arrival": 6144, "l2_arrival": 7168, "pool_free": 8192, "recv_count_sum": 9216, "metadata": 10240,
+        "x": 10240 + 3072, "x_sf": 14336, "topk_idx": 15360, "topk_weights": 16384, "l1_acts": 17408,
+        "l1_acts_sf": 17408 + 32768, "l1_topk_weights": 51200, "l2_acts": 52224, "l2_acts_sf": 84992, "combine": 86016,
     }  # fmt: skip
     assert small.region_offset == expected
-    assert small.total_bytes == 84992 + 1024  # 4 tokens * 128 * 2 bytes
+    assert small.total_bytes == 86016 + 1024  # 4 tokens * 128 * 2 bytes
     assert small.offsets == tuple(expected.values())
+
+
+def test_a_ring_holds_part_of_the_pool() -> None:
+    """Memory goes round, counters do not. The bytes of the public peer's ring at EP8 and 8,192 tokens: 700 and 1,113 MiB."""
+    whole, ring = Layout(TINY, 8, 96), Layout(TINY, 8, 96, 256)
+    assert (whole.ring, ring.ring, ring.pool_rows) == (1792, 256, whole.pool_rows)
+    assert ring.view("l1_acts").shape == (256, 256) and ring.view("l2_acts_sf").strides == (1, 256)
+    assert ring.view("l1_arrival_count").shape == whole.view("l1_arrival_count").shape and ring.view("pool_free").shape == (14,)
+    assert Layout(TINY, 8, 96, 1 << 20).ring == 1792
+    with pytest.raises(UsageError, match="multiple of 128"):
+        Layout(TINY, 8, 96, 100)
+    assert layout.layout_for(TINY, 8, 96, "l2").ring == 1792
+    for name, peer in (("flash", 700), ("pro", 1113)):
+        assert layout.layout_for(NAMED_SHAPES[name], 8, 8192).total_bytes < 0.9 * peer * 2**20
 
 
 def test_views_golden() -> None:
@@ -102,13 +116,13 @@ def test_refusals(ranks: int, capacity: int, text: str) -> None:
 
 
 def test_smem_golden() -> None:
-    # Flash, 8 ranks, 128x256, compact, 3 stages: a 49152 + b 98304 + sfa 1536 + amax 2048 + side 4*128*12
+    # Flash, 8 ranks, 128x256, compact, 3 stages: a 49152 + b 98304 + sfa 1536 + carry 0 + amax 2048 + side 4*128*12
     # + ring 64 and barriers 8*(6+8+4+1)=152 -> 256 + rows 4*4096 + prefix align(4*257,16)=1040 + list 1024
     # + pool base align(132,16)=144 + counts 128 + active align(260,16)=272 + send 2*1024 + 64.
     config = KernelConfig(stages=3)
     flash = NAMED_SHAPES["flash"]
     plan = layout.smem_plan(config, flash, 8)
-    assert list(plan.values()) == [49152, 98304, 1536, 2048, 6144, 256, 16384, 1040, 1024, 144, 128, 272, 2048, 64]
+    assert list(plan.values()) == [49152, 98304, 1536, 0, 2048, 6144, 256, 16384, 1040, 1024, 144, 128, 272, 2048, 64]
     assert layout.smem_bytes(config, flash, 8) == 178544
     assert layout.require_smem(config, flash, 8) == 178544
 
@@ -144,7 +158,9 @@ _PROBE = r"""
 #include "layout/shared_plan.cuh"
 using namespace megamoe;
 template <unsigned M, unsigned N, unsigned S, unsigned W> struct C {
-    static constexpr u32 kBlockM = M, kBlockN = N, kStages = S, kDispatchWarps = W, kRowDepth = 2;
+    static constexpr u32 kBlockM = M, kBlockN = N, kStages = S, kDispatchWarps = W, kRowDepth = 2, kMathWarpgroups = 2, kRowSplits = 1;
+    static constexpr Policy kPolicy = Policy::kFused;
+    static constexpr Promotion kPromotion = Promotion::kClassic;
 };
 template <class T> void plan(const BufferShape& s) {
     std::printf(" %u", SharedPlan<T>::bytes(s.hidden, s.experts / s.ranks, s.ranks));

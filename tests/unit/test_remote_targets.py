@@ -20,7 +20,9 @@ BOX = {"host": "box", "container": "podman:dev", "path": "/srv/megamoe", "gpus":
 def test_a_target() -> None:
     target = parse_target("box", BOX, "file")
     assert (target.engine, target.container, target.gpus, target.env) == (("podman",), "dev", "0,3", {"A": "1"})
-    assert parse_target("", {"host": "h", "path": "~/x/"}, "f").path == "x"
+    assert parse_target("", {"host": "h", "path": "~/x/"}, "f").path == "./x"
+    dashed = parse_target("", {"host": "h", "path": "-x"}, "f")
+    assert dashed.path == "./-x" == parse_target("", {"host": "h", "path": dashed.path}, "f").path, "no option of whoever gets it"
     assert parse_target("", {**BOX, "engine": "sudo docker"}, "f").engine == ("sudo", "docker")
     assert parse_target("", {**BOX, "container": "none"}, "f").engine == ()
 
@@ -28,7 +30,8 @@ def test_a_target() -> None:
 @pytest.mark.parametrize("change, words", [
     ({"host": "-oProxyCommand=x"}, "is no host name"), ({"host": "a b"}, "is no host name"), ({"hots": "x"}, "did you mean 'host'"),
     ({"container": "lxc:a"}, "docker:NAME"), ({"container": "docker:a b"}, "docker:NAME"), ({"path": "/"}, "a folder of its own"),
-    ({"path": "../x"}, "a folder of its own"), ({"path": "relative"}, "must be absolute"), ({"gpus": "0,0"}, "different GPU"),
+    ({"path": "../x"}, "a folder of its own"), ({"path": "~eve/x", "container": "none"}, "only ~/"), ({"path": "./"}, "a folder of its own"),
+    ({"grace": 11}, "do not fit between"), ({"grace": 0}, "positive"), ({"path": "relative"}, "must be absolute"), ({"gpus": "0,0"}, "different GPU"),
     ({"gpus": True}, "different GPU"), ({"timeout": 0}, "positive"), ({"timeout": 3}, "leaves no room"), ({"timeout": True}, "positive"),
     ({"env": {"A B": 1}}, "no name of an environment variable"), ({"env": 3}, "table"), ({"python": ""}, "line of text"), ({"ssh": "'"}, "quot"),
 ])  # fmt: skip
@@ -44,6 +47,7 @@ def test_limits_nest(timeout: float) -> None:
     assert 0 < limits.case < limits.command < limits.command + limits.grace < limits.remote == timeout
     sixty = Target(host="h").limits()
     assert (sixty.case, sixty.command, sixty.grace) == (20, 50, 5)
+    assert Target(host="h", grace=2).limits().grace == 2
 
 
 def test_which_target() -> None:
@@ -82,10 +86,10 @@ def test_quoting() -> None:
 def test_the_job_runs_under_lock_container_agent_and_limit() -> None:
     target = parse_target("box", BOX, "f")
     words = shlex.split(commands.job(target, "j", ["python3", "-m", "megamoe_cli", "test"], {"K": "v w"}, what="w")[-1])
-    order = [words.index(word) for word in ("--gpus", "podman", "--limit", "timeout", "megamoe_cli")]
+    order = [words.index(word) for word in ("--gpus=0,3", "podman", "--limit=50", "timeout", "megamoe_cli")]
     assert order == sorted(order)
     assert words[words.index("timeout"):] == ["timeout", "--foreground", "-k", "5", "50", "python3", "-m", "megamoe_cli", "test"]
-    assert words[words.index("--gpus") + 1] == "0,3" and "K=v w" in words
+    assert "--env=K=v w" in words
 
 
 def test_local_options_stay_here() -> None:
@@ -104,7 +108,7 @@ def test_what_ssh_means(stderr: str, words: str) -> None:
 
 
 @pytest.mark.parametrize("code, stderr, words", [
-    (11, 'rsync: [receiver] write failed on "x": Kein Platz mehr (28)', "disk is full"), (127, "sh: rsync: command not found", "not installed"),
+    (11, "", "cannot be written"), (2, "protocol version mismatch -- is your shell clean?", "login shell"), (11, 'rsync: [receiver] write failed on "x": Kein Platz mehr (28)', "disk is full"), (127, "sh: rsync: command not found", "not installed"),
     (12, "rsync: connection unexpectedly closed", "connection broke"), (255, "Permission denied", "refuses"), (23, "strange (5)", "rsync failed with 23"),
 ])  # fmt: skip
 def test_what_rsync_means(code: int, stderr: str, words: str) -> None:

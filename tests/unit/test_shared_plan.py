@@ -13,13 +13,23 @@ SHAPES = [(Shape(4096, 2048, 256, 6), 8), (Shape(7168, 3072, 384, 6), 8), (Shape
           (Shape(128, 128, 3, 1), 1), (Shape(12288, 384, 129 * 3, 5), 3)]
 
 
-@pytest.mark.parametrize("shape,ranks", SHAPES)
-@pytest.mark.parametrize("block_m,stages,frontend", [(128, 4, "compact"), (128, 3, "standard"), (64, 4, "compact"), (64, 5, "standard"),
-                                                     (32, 4, "compact"), (16, 2, "standard")])
-def test_shared_memory_plan(shape, ranks, block_m, stages, frontend):
-    config = KernelConfig(block_m=block_m, stages=stages, frontend=frontend)
-    warps = 2 if frontend == "compact" else 4
-    assert smem_bytes(config, shape, ranks) == library().shared_bytes(block_m, stages, warps, shape.hidden, shape.experts // ranks, ranks)
+# The variants of host_kernel.cpp, in its order.
+VARIANTS = (
+    "stages=4", "stages=3,frontend=standard", "block_m=64,stages=4", "block_m=64,stages=5,frontend=standard", "block_m=32,stages=4",
+    "block_m=16,stages=2,frontend=standard", "block_n=128,stages=4",
+    "block_m=64,block_n=128,stages=4,frontend=standard,math_threads=128,promotion=rescale", "stages=2,promotion=rescale",
+    "block_m=64,stages=2,math_threads=128,policy=serial_n", "block_m=64,stages=2,math_threads=128,policy=serial_n,promotion=rescale",
+    "block_m=64,stages=2,frontend=standard,math_threads=128,policy=wide_n,promotion=rescale", "block_m=32,stages=3,policy=mma_sync",
+    "block_m=16,block_n=128,stages=3,math_threads=128,policy=mma_sync,promotion=rescale",
+    "stages=2,promotion=rescale,split=m",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", range(len(VARIANTS)), ids=VARIANTS)
+def test_shared_memory_plan(variant):
+    config = KernelConfig.parse(VARIANTS[variant])
+    for shape, ranks in SHAPES:
+        assert smem_bytes(config, shape, ranks) == library().shared_bytes(variant, shape.hidden, shape.experts // ranks, ranks), shape
 
 
 @pytest.mark.parametrize("shape,ranks", SHAPES)

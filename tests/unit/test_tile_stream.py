@@ -19,12 +19,12 @@ def pool_bases(counts: list[int]) -> list[int]:
     return bases
 
 
-def walk(counts, block_m, unit_blocks, lag, l1_columns, l2_columns, cta, grid):
+def walk(counts, block_m, unit_blocks, lag, l1_columns, l2_columns, cta, grid, wave=False):
     words = ctypes.c_uint32 * len(counts)
     room = 200_000
     out = (ctypes.c_uint32 * (5 * room))()
     n = library().walk_stream(words(*counts), words(*pool_bases(counts)), len(counts), block_m, unit_blocks, lag, l1_columns,
-                              l2_columns, cta, grid, out, room)
+                              l2_columns, int(wave), cta, grid, out, room)
     assert n < room
     return [tuple(out[5 * i: 5 * i + 5]) for i in range(n)]
 
@@ -36,11 +36,11 @@ def interleave(parts):
 
 
 @settings(max_examples=150, deadline=None)
-@given(counts=st.lists(st.integers(0, 700), min_size=1, max_size=9), block_m=st.sampled_from([16, 32, 64, 128]),
-       unit_blocks=st.integers(1, 9), lag=st.integers(0, 20), l1_columns=st.integers(1, 5), l2_columns=st.integers(0, 4),
+@given(counts=st.lists(st.integers(0, 700), min_size=1, max_size=9), block_m=st.sampled_from([16, 32, 64, 128, 256]),
+       unit_blocks=st.integers(1, 9), lag=st.integers(0, 20) | st.just(1000), wave=st.booleans(), l1_columns=st.integers(1, 5), l2_columns=st.integers(0, 4),
        grid=st.integers(1, 13))
-def test_every_tile_once_and_every_wait_looks_back(counts, block_m, unit_blocks, lag, l1_columns, l2_columns, grid):
-    parts = [walk(counts, block_m, unit_blocks, lag, l1_columns, l2_columns, c, grid) for c in range(grid)]
+def test_every_tile_once_and_every_wait_looks_back(counts, block_m, unit_blocks, lag, wave, l1_columns, l2_columns, grid):
+    parts = [walk(counts, block_m, unit_blocks, lag, l1_columns, l2_columns, c, grid, wave) for c in range(grid)]
     stream = interleave(parts)
     expected = set()
     for expert, (n, base) in enumerate(zip(counts, pool_bases(counts))):
@@ -62,5 +62,24 @@ def test_second_gemm_follows_by_the_lag():
     assert kinds == "11" * 3 + "112" * 7 + "222"
 
 
+def test_a_wave_is_its_units_then_their_second_gemm():
+    """Also the last wave, which is not full, and a wave of 0 units, which is one of 1."""
+    def kinds(lag, l2_columns=1):
+        return "".join("12"[t[0]] for t in walk([64] * 7, 64, 1, lag, 2, l2_columns, 0, 1, wave=True))
+
+    assert kinds(3) == "111111222" * 2 + "112"
+    assert kinds(0) == kinds(1) == "112" * 7
+    assert kinds(7) == kinds(1000) == "11" * 7 + "2" * 7
+    assert kinds(3, l2_columns=0) == "11" * 7
+
+
+def test_a_wave_takes_units_of_several_blocks_and_across_experts():
+    stream = walk([130, 64, 10], 64, 2, 2, 1, 1, 0, 1, wave=True)
+    assert [(t[0], t[1], t[3] % 128 // 64, t[4]) for t in stream] == [
+        (L1, 0, 0, 64), (L1, 0, 1, 64), (L1, 0, 0, 2), (L2, 0, 0, 64), (L2, 0, 1, 64), (L2, 0, 0, 2),
+        (L1, 1, 0, 64), (L1, 2, 0, 10), (L2, 1, 0, 64), (L2, 2, 0, 10)]  # fmt: skip
+
+
 def test_no_rows_no_tiles():
-    assert walk([0, 0, 0], 64, 4, 2, 3, 3, 0, 1) == []
+    for wave in (False, True):
+        assert walk([0, 0, 0], 64, 4, 2, 3, 3, 0, 1, wave) == []

@@ -137,6 +137,45 @@ def test_a_remote_job_reaps() -> None:
         assert last[-2:] == ["reap", "--all"]
 
 
+def documented(name: str) -> list[list[str]]:
+    """The commands of a page's code blocks, without what stands for something else."""
+    lines = [line.split("#")[0] for line in (ROOT / name).read_text(encoding="utf-8").splitlines() if re.match(r" {4,}megamoe ", line)]
+    return commands("\n".join(lines))
+
+
+@pytest.mark.parametrize("name", ["docs/remote.md", "docs/ci/README.md"])
+def test_commands_of_the_pages_exist(name: str) -> None:
+    found = documented(name)
+    assert found
+    for words in found:
+        check_command(words)
+
+
+def test_the_target_of_the_page_is_one(tmp_path: Path) -> None:
+    """What a newcomer copies."""
+    from megamoe_cli.remote.targets import pick
+    from megamoe_cli.settings import Settings
+
+    pytest.importorskip("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    block = re.search(r"((?: {8}.*\n|\n)+)", (ROOT / "docs/remote.md").read_text(encoding="utf-8").split("config.toml`:\n")[1])
+    assert block
+    (tmp_path / "pyproject.toml").write_text(re.sub(r"^ {8}", "", block[1], flags=re.M))
+    loaded = Settings.load(tmp_path / "pyproject.toml", environ={})
+    target = pick(loaded.remotes, None, loaded.default_remote)
+    assert (target.host, target.container, target.path, target.env) == ("gpu-box", "dev", "/scratch/me/megamoe", {"NCCL_DEBUG": "WARN"})
+
+
+def test_every_key_of_a_target_is_on_the_page() -> None:
+    from megamoe_cli.remote.targets import _KEYS, Target
+
+    page = (ROOT / "docs/remote.md").read_text(encoding="utf-8")
+    table = page[page.index("| key |"):page.index("Flags:")]
+    assert set(re.findall(r"`([a-z_]+)`", "".join(line.split("|")[1] for line in table.splitlines() if line.startswith("| `")))) == set(_KEYS)
+    limits = Target(host="h").limits()
+    assert f"case {limits.case:g} s < command {limits.command:g} s < killed after {limits.grace:g} s more < remote {limits.remote:g} s" in page
+    assert f"| `grace` | {limits.grace:g} |" in page
+
+
 def test_unknown_commands_are_seen() -> None:
     assert commands("a && .venv/bin/megamoe ci --x 1\nmake") == [["ci", "--x", "1"]]
     for words in (["cj"], ["ci", "--no-such"], ["remote", "--host", "b", "ci", "--no-such"], ["remote", "fly"]):

@@ -56,6 +56,20 @@ const TensorMapImage& image_of(const TensorMap* map, const Where& where) {
     return image;
 }
 
+// The CTAs a load goes to: its own, or those of the mask.
+template <class Load> void each_target(Thread& t, u32 cta_mask, bool multicast, const Where& where, const Load& load) {
+    Cta& self = cta_of(t);
+    if (!multicast) return load(self);
+    Cluster& cluster = *self.cluster;
+    if (cta_mask == 0 || cta_mask >> cluster.ctas.size() != 0)
+        g_engine->fatal("cluster", where, format("multicast to CTAs 0x%x of a cluster of %zu", cta_mask, cluster.ctas.size()));
+    for (u32 c = 0; c < cluster.ctas.size(); ++c) {
+        if (!(cta_mask >> c & 1u)) continue;
+        if (cluster.ctas[c]->live == 0) g_engine->fatal("cluster", where, format("multicast to CTA %u of the cluster, which has exited", c));
+        load(*cluster.ctas[c]);
+    }
+}
+
 // 128-byte swizzle: address bits 4-6 are flipped by bits 7-9.
 u64 swizzle128(u64 address) { return address ^ ((address >> 3) & 0x70); }
 
@@ -154,14 +168,8 @@ void tma_load_2d(void* dst, const TensorMap* map, u64* bar, i32 c0, i32 c1, u32 
         e.fatal("misaligned", where, format("tma_load_2d to smem+%u: a swizzled box starts at a multiple of 1024", offset));
     if (m.swizzle == 128 && m.box_cols * m.elem_bytes != 128) e.fatal("tensormap", where, format("128-byte swizzle with boxes %u bytes wide", m.box_cols * m.elem_bytes));
     check_global_range(reinterpret_cast<const void*>(m.base), (m.rows - 1) * m.row_stride_bytes + m.cols * m.elem_bytes, false, where, "tensor map");
-    Cluster& cluster = *self.cluster;
-    if (multicast && (cta_mask == 0 || cta_mask >> cluster.ctas.size() != 0))
-        e.fatal("cluster", where, format("multicast to CTAs 0x%x of a cluster of %zu", cta_mask, cluster.ctas.size()));
     ++e.stats.tensor_loads;
-    for (u32 c = 0; c < cluster.ctas.size(); ++c) {
-        Cta& target = multicast ? *cluster.ctas[c] : self;
-        if (multicast ? !(cta_mask >> c & 1u) : c != 0) continue;
-        if (target.live == 0) e.fatal("cluster", where, format("multicast to CTA %u of the cluster, which has exited", c));
+    each_target(t, cta_mask, multicast, where, [&](Cta& target) {
         check_barrier(target, barrier, where, t);
         auto op = make_op(AsyncOp::kTensorLoad, t, target, where);
         op->smem = target.smem + offset;
@@ -172,28 +180,30 @@ void tma_load_2d(void* dst, const TensorMap* map, u64* bar, i32 c0, i32 c1, u32 
         op->c1 = c1;
         poison(op->smem, bytes);
         e.submit(std::move(op));
-    }
+    });
 }
 
-void bulk_load(void* dst, const void* src, u32 bytes, u64* bar, const char* file, int line) {
+void bulk_load(void* dst, const void* src, u32 bytes, u64* bar, u32 cta_mask, bool multicast, const char* file, int line) {
     Engine& e = *g_engine;
     Thread& t = enter();
     const Where where = MM_HERE;
     e.maybe_preempt(t, 4);
     Cta& self = cta_of(t);
     check_bulk(src, dst, bytes, where, "bulk_load");
-    smem_offset(self, dst, bytes, where, "bulk_load");
+    const u32 offset = smem_offset(self, dst, bytes, where, "bulk_load");
     const u32 barrier = smem_offset(self, bar, 8, where, "bulk_load mbarrier");
-    check_barrier(self, barrier, where, t);
     check_global_range(src, bytes, false, where, "bulk_load");
     ++e.stats.bulk_copies;
-    auto op = make_op(AsyncOp::kBulkLoad, t, self, where);
-    op->smem = static_cast<u8*>(dst);
-    op->smem_bytes = bytes;
-    op->barrier = barrier;
-    op->src = src;
-    poison(op->smem, bytes);
-    e.submit(std::move(op));
+    each_target(t, cta_mask, multicast, where, [&](Cta& target) {
+        check_barrier(target, barrier, where, t);
+        auto op = make_op(AsyncOp::kBulkLoad, t, target, where);
+        op->smem = target.smem + offset;
+        op->smem_bytes = bytes;
+        op->barrier = barrier;
+        op->src = src;
+        poison(op->smem, bytes);
+        e.submit(std::move(op));
+    });
 }
 
 void bulk_store(void* dst, const void* src, u32 bytes, const char* file, int line) {

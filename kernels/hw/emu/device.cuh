@@ -105,6 +105,7 @@ MM_DEVICE Vec4 lds_vec4(const void* p, MM_AT) { return emu::weak_load_vec4(p, tr
 MM_DEVICE void sts_u32(u32* p, u32 v, MM_AT) { emu::weak_store_u32(p, v, true, MM_FWD); }
 MM_DEVICE void sts_f32(f32* p, f32 v, MM_AT) { emu::weak_store_u32(p, f32_to_bits(v), true, MM_FWD); }
 MM_DEVICE void sts_vec4(void* p, Vec4 v, MM_AT) { emu::weak_store_vec4(p, v, true, MM_FWD); }
+MM_DEVICE void sts_vec4_cluster(void* p, u32 cta, Vec4 v, MM_AT) { emu::store_vec4_cluster(p, cta, v, MM_FWD); }
 
 // ---- sync.cuh
 template <u32 kThreads> MM_DEVICE void cta_sync(MM_AT) { emu::bar_sync(0, kThreads, MM_FWD); }
@@ -139,7 +140,10 @@ MM_DEVICE void tma_load_2d_multicast(void* dst, const TensorMap* map, u64* bar, 
     emu::tma_load_2d(dst, map, bar, c0, c1, cta_mask, true, MM_FWD);
 }
 MM_DEVICE void bulk_load(void* dst_smem, const void* src_global, u32 bytes, u64* bar, MM_AT) {
-    emu::bulk_load(dst_smem, src_global, bytes, bar, MM_FWD);
+    emu::bulk_load(dst_smem, src_global, bytes, bar, 0, false, MM_FWD);
+}
+MM_DEVICE void bulk_load_multicast(void* dst_smem, const void* src_global, u32 bytes, u64* bar, u16 cta_mask, MM_AT) {
+    emu::bulk_load(dst_smem, src_global, bytes, bar, cta_mask, true, MM_FWD);
 }
 MM_DEVICE void bulk_store(void* dst_global, const void* src_smem, u32 bytes, MM_AT) {
     emu::bulk_store(dst_global, src_smem, bytes, MM_FWD);
@@ -165,6 +169,13 @@ MM_DEVICE u64 smem_descriptor(const void* tile, MM_AT) {
 template <u32 kN> MM_DEVICE void wgmma_e4m3(f32 (&d)[kN / 2], u64 desc_a, u64 desc_b, bool accumulate, MM_AT) {
     static_assert(kN == 64 || kN == 128 || kN == 256, "hw/sm90 has N = 64, 128, 256");
     emu::wgmma_issue(d, kN, desc_a, desc_b, accumulate, MM_FWD);
+}
+// A warp operation: the last lane to arrive computes for all.
+MM_DEVICE void mma_e4m3_m16n8k32(f32& d0, f32& d1, f32& d2, f32& d3, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, MM_AT) {
+    f32 d[4] = {d0, d1, d2, d3};
+    const u32 operands[6] = {a0, a1, a2, a3, b0, b1};
+    emu::warp_mma(d, operands, MM_FWD);
+    d0 = d[0], d1 = d[1], d2 = d[2], d3 = d[3];
 }
 
 // ---- warp_math.cuh: collectives (the arithmetic is in device_math.cuh)

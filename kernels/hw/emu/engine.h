@@ -67,6 +67,8 @@ struct Thread {
     u32 cluster_phase = 0;
     u32 registers = 0;
     u32 result = 0;         // of the last warp collective
+    f32* mma_sum = nullptr;             // of a warp-level product this thread waits in
+    const u32* mma_operands = nullptr;
     u32 ops = 0;            // operations since the last switch: bounds how long a spin may run
     u32 num_polls = 0;
     u32 spin_credit = 0;    // polls granted after a clock jump: a wait loop may look at the time only now and then

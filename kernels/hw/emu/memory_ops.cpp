@@ -42,6 +42,20 @@ void weak_store_u32(void* p, u32 v, bool shared, const char* file, int line) { s
 void weak_store_u64(void* p, u64 v, bool shared, const char* file, int line) { store(p, v, shared, MM_HERE); }
 void weak_store_vec4(void* p, Vec4 v, bool shared, const char* file, int line) { store(p, v, shared, MM_HERE); }
 
+void store_vec4_cluster(void* p, u32 cta, Vec4 v, const char* file, int line) {
+    Thread& t = enter();
+    const Where where = MM_HERE;
+    check_space(p, true, where);
+    Cluster& cluster = *cta_of(t).cluster;
+    if (cta >= cluster.ctas.size()) g_engine->fatal("cluster", where, format("CTA %u of a cluster of %zu", cta, cluster.ctas.size()));
+    Cta& target = *cluster.ctas[cta];
+    if (target.live == 0) g_engine->fatal("cluster", where, format("CTA %u of the cluster has exited", cta));
+    u8* to = target.smem + (static_cast<u8*>(p) - cta_of(t).smem);
+    check_access(to, sizeof(v), sizeof(v), true, Access::kCluster, Scope::kCta, where);
+    std::memcpy(to, &v, sizeof(v));
+    g_engine->wrote(to, sizeof(v));
+}
+
 // Reading the same words again and finding the same values means the thread spins: it sleeps until one changes.
 u32 ordered_load(const u32* p, Order order, Scope scope, const char* file, int line) {
     Engine& e = *g_engine;

@@ -9,7 +9,7 @@ namespace megamoe::emu {
 enum class Order : u32 { kRelaxed, kAcquire, kRelease, kAcqRel };
 enum class Rmw : u32 { kAdd, kCas };
 enum class Proxy : u32 { kAll, kShared, kGlobal };
-enum class WarpOp : u32 { kSync, kShfl, kShflXor, kShflUp, kBallot, kAll, kAny, kElect };
+enum class WarpOp : u32 { kSync, kShfl, kShflXor, kShflUp, kBallot, kAll, kAny, kElect, kMma };
 
 // Content of a TensorMap on the emulator (docs/internals.md): rows x cols of one-byte elements, row-major.
 struct TensorMapImage {
@@ -47,9 +47,12 @@ Vec4 weak_load_vec4(const void* p, bool shared, MM_FL);
 void weak_store_u32(void* p, u32 v, bool shared, MM_FL);
 void weak_store_u64(void* p, u64 v, bool shared, MM_FL);
 void weak_store_vec4(void* p, Vec4 v, bool shared, MM_FL);
+void store_vec4_cluster(void* p, u32 cta, Vec4 v, MM_FL);
 
 // Synchronisation
 u32 warp_collective(WarpOp op, u32 mask, u32 value, u32 arg, MM_FL);
+// d[4] += of m16n8k32; operands: a0..a3, b0, b1 of this lane.
+void warp_mma(f32* d, const u32* operands, MM_FL);
 void bar_sync(u32 id, u32 threads, MM_FL);
 void bar_arrive(u32 id, u32 threads, MM_FL);
 void cluster_arrive(MM_FL);
@@ -65,7 +68,7 @@ bool mbarrier_try_wait(u64* bar, u32 parity, bool cluster_scope, MM_FL);
 // Asynchronous copies
 void tma_prefetch_descriptor(const TensorMap* map, MM_FL);
 void tma_load_2d(void* dst, const TensorMap* map, u64* bar, i32 c0, i32 c1, u32 cta_mask, bool multicast, MM_FL);
-void bulk_load(void* dst, const void* src, u32 bytes, u64* bar, MM_FL);
+void bulk_load(void* dst, const void* src, u32 bytes, u64* bar, u32 cta_mask, bool multicast, MM_FL);
 void bulk_store(void* dst, const void* src, u32 bytes, MM_FL);
 void bulk_commit(MM_FL);
 void bulk_wait(u32 pending, bool read_only, MM_FL);

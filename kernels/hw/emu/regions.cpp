@@ -141,7 +141,7 @@ void check_access(const void* p, u32 bytes, u32 align, bool write, Access kind, 
     Cta* owner = smem_owner(p);
     u8* written;
     if (owner != nullptr) {
-        if (owner != t.warp->cta)
+        if (owner != t.warp->cta && !(kind == Access::kCluster && owner->cluster == t.warp->cta->cluster))
             e.fatal("foreign", where, format("%s of %s by rank %u CTA %u", verb(write), describe_address(p).c_str(), cta_of(t).rank, cta_of(t).index));
         const u64 offset = static_cast<u64>(static_cast<const u8*>(p) - owner->smem);
         if (offset + bytes > owner->smem_bytes)

@@ -62,7 +62,7 @@ class RegionMap {
     bool track_written_ = false, track_races_ = false;
 };
 
-enum class Access : u8 { kPlain, kWeak, kOrdered, kAtomic };
+enum class Access : u8 { kPlain, kWeak, kCluster, kOrdered, kAtomic };  // kCluster: weak, shared memory of a CTA of the cluster
 
 // Checks one access of the running thread: alignment, bounds, owner, initialised, race. Ends the run when the
 // access must not be performed. `align` is the required alignment in bytes (0 = none).

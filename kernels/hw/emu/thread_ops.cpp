@@ -1,6 +1,7 @@
 // Identity, time, registers and warp collectives.
 #include <algorithm>
 
+#include "async.h"
 #include "engine.h"
 
 namespace megamoe::emu {
@@ -17,11 +18,34 @@ const char* name_of(WarpOp op) {
         case WarpOp::kBallot: return "vote.ballot";
         case WarpOp::kAll: return "vote.all";
         case WarpOp::kAny: return "vote.any";
+        case WarpOp::kMma: return "mma.sync";
         default: return "elect.sync";
     }
 }
 
+// m16n8k32, every lane's share (hw/sm90/wgmma.cuh says which): products are exact, sums in FP32 with ascending k.
+void multiply(Warp& w) {
+    Thread* lanes = &w.cta->threads[w.index * 32];
+    const auto value = [&](u32 row, u32 k, bool left) {
+        const u32* words = lanes[row % 8 * 4 + k % 16 / 4].mma_operands;
+        const u32 word = left ? words[(k / 16) * 2 + row / 8] : words[4 + k / 16];
+        return kE4m3Values[word >> (8 * (k % 4)) & 0xffu];
+    };
+    f32 a[16][32], b[8][32];
+    for (u32 row = 0; row < 16; ++row)
+        for (u32 k = 0; k < 32; ++k) a[row][k] = value(row, k, true);
+    for (u32 row = 0; row < 8; ++row)
+        for (u32 k = 0; k < 32; ++k) b[row][k] = value(row, k, false);
+    for (u32 lane = 0; lane < 32; ++lane)
+        for (u32 i = 0; i < 4; ++i) {
+            f32 sum = lanes[lane].mma_sum[i];
+            for (u32 k = 0; k < 32; ++k) sum += a[lane / 4 + i / 2 * 8][k] * b[lane % 4 * 2 + i % 2][k];
+            lanes[lane].mma_sum[i] = sum;
+        }
+}
+
 void compute(const Collective& c, Warp& w) {
+    if (c.op == WarpOp::kMma) multiply(w);
     u32 votes = 0;
     for (u32 lane = 0; lane < 32; ++lane)
         if ((c.mask >> lane & 1u) && c.value[lane] != 0) votes |= 1u << lane;
@@ -40,7 +64,8 @@ void compute(const Collective& c, Warp& w) {
         if (!(c.mask >> lane & 1u)) continue;
         u32& out = w.cta->threads[w.index * 32 + lane].result;
         switch (c.op) {
-            case WarpOp::kSync: break;
+            case WarpOp::kSync:
+            case WarpOp::kMma: break;
             case WarpOp::kShfl: out = c.value[c.arg[lane] & 31u]; break;
             case WarpOp::kShflXor: out = c.value[(lane ^ c.arg[lane]) & 31u]; break;
             case WarpOp::kShflUp: out = lane >= c.arg[lane] ? c.value[lane - c.arg[lane]] : c.value[lane]; break;
@@ -142,6 +167,12 @@ u32 warp_collective(WarpOp op, u32 mask, u32 value, u32 arg, const char* file, i
         if ((mask >> lane & 1u) && lane != t.lane) e.wake(w.cta->threads[w.index * 32 + lane]);
     w.collectives.erase(it);
     return t.result;
+}
+
+void warp_mma(f32* d, const u32* operands, const char* file, int line) {
+    g_thread->mma_sum = d;
+    g_thread->mma_operands = operands;
+    warp_collective(WarpOp::kMma, ~0u, 0, 0, file, line);
 }
 
 }  // namespace megamoe::emu

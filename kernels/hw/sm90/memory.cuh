@@ -149,5 +149,10 @@ MM_DEVICE void sts_vec4(void* p, Vec4 v) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(static_cast<u32>(__cvta_generic_to_shared(p))),
                  "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
+// Into the same place of the shared memory of CTA `cta` of the cluster (mapa, st.shared::cluster; PTX ISA 9.7.9.11, 9.7.9.23).
+MM_DEVICE void sts_vec4_cluster(void* p, u32 cta, Vec4 v) {
+    asm volatile("{\n.reg .b32 a;\nmapa.shared::cluster.u32 a, %0, %1;\nst.shared::cluster.v4.u32 [a], {%2, %3, %4, %5};\n}"
+                 ::"r"(static_cast<u32>(__cvta_generic_to_shared(p))), "r"(cta), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
 
 }  // namespace megamoe::hw

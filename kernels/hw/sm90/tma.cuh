@@ -46,6 +46,14 @@ MM_DEVICE void bulk_load(void* dst_smem, const void* src_global, u32 bytes, u64*
             "r"(static_cast<u32>(__cvta_generic_to_shared(bar))) : "memory");
 }
 
+// The same bytes into every CTA of `cta_mask`, at the same offsets; each CTA's mbarrier gets the bytes.
+MM_DEVICE void bulk_load_multicast(void* dst_smem, const void* src_global, u32 bytes, u64* bar, u16 cta_mask) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;" ::
+            "r"(static_cast<u32>(__cvta_generic_to_shared(dst_smem))), "l"(src_global), "r"(bytes),
+            "r"(static_cast<u32>(__cvta_generic_to_shared(bar))), "h"(cta_mask) : "memory");
+}
+
 // 1-D bulk store, then commit and wait. wait<N>: all but the newest N groups are complete (visible to
 // this thread); wait_read<N>: their shared-memory source may be reused.
 MM_DEVICE void bulk_store(void* dst_global, const void* src_smem, u32 bytes) {

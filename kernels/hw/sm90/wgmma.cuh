@@ -106,4 +106,14 @@ MM_DEVICE void wgmma_e4m3<256>(f32 (&d)[128], u64 desc_a, u64 desc_b, bool accum
         : "l"(desc_a), "l"(desc_b), "r"(static_cast<i32>(accumulate)));
 }
 
+// mma.sync m16n8k32 e4m3 -> f32 (PTX ISA 9.7.14.5), one warp: d += A[16 x 32] * B[8 x 32]^T. Lane l holds of A rows l/4
+// and l/4 + 8, bytes 4(l%4).. and 16 further: a0 (row, low), a1 (row + 8, low), a2 (row, high), a3 (row + 8, high); of B
+// row l/4 likewise; of D rows l/4 (d0, d1) and l/4 + 8 (d2, d3), columns 2(l%4) and the next. On sm_90 it becomes
+// conversions and HMMA.
+MM_DEVICE void mma_e4m3_m16n8k32(f32& d0, f32& d1, f32& d2, f32& d3, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(d0), "+f"(d1), "+f"(d2), "+f"(d3)
+                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
 }  // namespace megamoe::hw
