@@ -22,6 +22,7 @@ class ParamFlags(IntFlag):
     FAST_MATH = 1
     HAS_CLAMP = 2
     WAVE_ORDER = 4
+    HALVE_TAIL = 8
 
 
 class FaultCode(IntEnum):

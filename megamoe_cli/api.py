@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from .backends.sm_share import check_reserve, reserve_from_environment
 from .buffers import LaunchOptions, RankBuffer
 from .compile.entry import check_phase
 from .config import KernelConfig
@@ -64,16 +65,21 @@ def get_symm_buffer_size_for_sm90_mega_moe(
 def get_symm_buffer_for_sm90_mega_moe(
     group: ProcessGroup | LocalRank, num_experts: int, num_max_tokens_per_rank: int, num_topk: int, hidden: int,
     intermediate_hidden: int, use_fp8_dispatch: bool = True, activation: str = "swiglu", *,
-    config: KernelConfig | None = None, phase: str = "combine",
+    config: KernelConfig | None = None, phase: str = "combine", reserve_sms: int | None = None,
 ) -> SymmBuffer:  # fmt: skip
     """Allocates this rank's symmetric buffer, zeroed, and readies the kernel. Collective over the group.
 
     ``num_max_tokens_per_rank`` (the same on all ranks) is rounded up to 128. ``config`` picks the kernel variant; without
     one the heuristic table of the running GPU does, for each call by its ``num_tokens_bound`` (else the capacity), and
     every variant it may pick is built here (``MEGAMOE_TABLE``: auto, none, or a file; picks are logged to ``megamoe``).
-    ``phase``: a partial build. UsageError for illegal sizes or configurations and where ranks disagree.
+    ``phase``: a partial build. ``reserve_sms``: SMs of each GPU that launches of this group leave to other kernels, so that
+    one of those cannot hang a grid (default: ``MEGAMOE_RESERVE_SMS``, else 0; of several buffers of a group the most
+    counts). UsageError for illegal sizes or configurations and where ranks disagree.
     """
     _check_group(group)
+    if reserve_sms is not None:
+        _check_integer("reserve_sms", reserve_sms)
+    reserve = reserve_from_environment() if reserve_sms is None else check_reserve(reserve_sms)
     if config is not None and not isinstance(config, KernelConfig):
         raise UsageError(f"config is a {type(config).__name__}; it must be a KernelConfig", rule="config-syntax")
     shape, capacity = _check_sizes(group.size(), num_experts, num_max_tokens_per_rank, num_topk, hidden,
@@ -81,7 +87,7 @@ def get_symm_buffer_for_sm90_mega_moe(
     picks = TablePicks.of(_world_of(group).backend, shape, group.size(), capacity) if config is None else None
     chosen = config or (picks.choice(capacity).config if picks else KernelConfig())
     variants = tuple(c for c in picks.configs() if c != chosen) if picks else ()
-    request = BufferRequest(shape, num_max_tokens_per_rank, capacity, chosen, check_phase(phase), variants)
+    request = BufferRequest(shape, num_max_tokens_per_rank, capacity, chosen, check_phase(phase), variants, reserve)
     return SymmBuffer(group, request, picks)
 
 

@@ -130,6 +130,8 @@ def make_params(
         params.clamp = options.clamp
     if config.tile_order == "wave":
         flags |= ParamFlags.WAVE_ORDER
+    if config.tail:
+        flags |= ParamFlags.HALVE_TAIL
     params.flags = flags
     params.peer_base[: len(peers)] = peers
     params.local_base = peers[rank]

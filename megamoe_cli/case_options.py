@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from .backends.emu_binding import COMPLETIONS, SCHEDULES, EmuOptions
+from .backends.emu_binding import COMPLETIONS, MOST_SUM_BITS, SCHEDULES, EmuOptions
 from .config import KernelConfig
 from .errors import UsageError
 from .shapes import nearest_name
@@ -31,10 +31,11 @@ HARNESS_OPTIONS: dict[str, tuple[type, ...]] = {
 
 _ANNOTATED: dict[str, tuple[type, ...]] = {"int": (int,), "bool": (bool,), "str": (str,), "float": (int, float),
                                            "Sequence[int]": (list, tuple)}  # fmt: skip
-_ON_A_GPU: dict[str, tuple[type, ...]] = {"device": (int,), "ctas": (int,)}
+_ANYWHERE: dict[str, tuple[type, ...]] = {"ctas": (int,), "reserve_sms": (int,)}
+_ON_A_GPU = _ANYWHERE | {"device": (int,)}
 # What goes to the backend's ``open_backend``.
 BACKEND_OPTIONS: dict[str, dict[str, tuple[type, ...]]] = {
-    "emulator": {"ctas": (int,), "checked": (bool,)} | {f.name: _ANNOTATED[str(f.type)] for f in fields(EmuOptions)},
+    "emulator": _ANYWHERE | {"checked": (bool,)} | {f.name: _ANNOTATED[str(f.type)] for f in fields(EmuOptions)},
     "virtual": _ON_A_GPU,
     "nvlink": _ON_A_GPU | {"peer_memory": (str,)},
     "processes": _ON_A_GPU | {"peer_memory": (str,)},
@@ -42,6 +43,7 @@ BACKEND_OPTIONS: dict[str, dict[str, tuple[type, ...]]] = {
 _CHOICES: dict[str, tuple[str, ...]] = {"schedule": SCHEDULES, "completion": COMPLETIONS,
                                         "peer_memory": ("auto", "symmetric", "ipc")}  # fmt: skip
 _WIDE = ("seed", "max_slices", "jump_ns")  # 64 bits; other counts have 32
+_MOST = {"fp8_sum_bits": MOST_SUM_BITS}
 
 
 LONGEST_WAIT_S = 1e6
@@ -72,12 +74,12 @@ def check_backend_options(backend: str, given: Mapping[str, Any]) -> None:
             raise UsageError(f"option {key}={value!r}; nearest: {nearest_name(value, _CHOICES[key])} "
                              f"(one of {', '.join(_CHOICES[key])})", rule="option")  # fmt: skip
         least = 1 if key == "ctas" else 0
-        limit = 1 << (64 if key in _WIDE or isinstance(value, (list, tuple)) else 32)
+        limit = _MOST.get(key, (1 << (64 if key in _WIDE or isinstance(value, (list, tuple)) else 32)) - 1)
         for each in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(value, (list, tuple)):
                 check_type(key, each, (int,))
-            if isinstance(each, (int, float)) and not least <= each < limit:
-                raise UsageError(f"option {key}={each!r} is outside {least}..{limit - 1}", rule="option")
+            if isinstance(each, (int, float)) and not least <= each <= limit:
+                raise UsageError(f"option {key}={each!r} is outside {least}..{limit}", rule="option")
 
 
 def check_options(options: Mapping[str, Any], backend: str, base: KernelConfig | None = None) -> None:

@@ -15,15 +15,13 @@ from typing import Any
 
 from megamoe_cli.errors import UsageError
 from megamoe_cli.layout import SMEM_LIMIT, smem_plan
+from megamoe_cli.register_plans import MATH_OVERHEAD, compiler_spills, planned_registers
 from megamoe_cli.shapes import Shape, check_shape
 
 REGISTER_FILE = 65536  # 32-bit registers of one SM
 MAX_STAGES = 8
 MAX_THREAD_REGISTERS = 255  # what an instruction can name, whatever setmaxnreg grants
 SETMAXNREG_RANGE = range(24, 257, 8)
-# Registers a math thread needs beside its accumulators (addresses, scales, loop state). 128x256 classic
-# holds 192 accumulators: 224 registers compile without a spill, 208 cannot.
-MATH_OVERHEAD = 24
 
 ALLOWED: dict[str, tuple] = {
     "block_m": (16, 32, 64, 128),
@@ -38,9 +36,9 @@ ALLOWED: dict[str, tuple] = {
     "split": ("auto", "m", "n"),
     "trace": (0, 1),
 }
-BOUNDS: dict[str, tuple[int, int]] = {"lag": (0, 65535), "unit_blocks": (1, 65535), "prefetch": (0, 64), "stagger": (0, 65535)}
+BOUNDS: dict[str, tuple[int, int]] = {"lag": (0, 65535), "unit_blocks": (1, 65535), "prefetch": (0, 64), "stagger": (0, 65535), "tail": (0, 1)}
 # Told to a launch rather than compiled in: variants that differ in nothing else share a binary.
-LAUNCH_FIELDS = ("order", "lag", "unit_blocks", "prefetch", "stagger")
+LAUNCH_FIELDS = ("order", "lag", "unit_blocks", "prefetch", "stagger", "tail")
 # (field, value) pairs the rules above allow and the kernel does not implement yet. Shrinks as it grows.
 NOT_IMPLEMENTED: frozenset[tuple[str, Any]] = frozenset()
 # frontend -> (dispatch warps, TMA warps). In `compact` both share one warpgroup.
@@ -91,6 +89,7 @@ class KernelConfig:
     unit_blocks: int = 8
     prefetch: int = 6  # K-blocks of its likely first tile that a CTA asks into L2 before it knows the counts
     stagger: int = 0  # split=m: cycles by which the second warpgroup starts later, so that epilogues and products overlap
+    tail: int = 0  # 1: the last L2 tiles are cut in two, so that they spread over more CTAs (two warpgroups, split along N)
     regs_dispatch: int = 0
     regs_tma: int = 0
     regs_math: int = 0
@@ -219,38 +218,8 @@ class KernelConfig:
 
 
 _KIND = {int: "an integer", str: "a word"}
-_NAME_EXTRAS = {"block_k": "k", "math_threads": "t", "order": "", "split": "split-", "lag": "lag", "unit_blocks": "unit", "prefetch": "pre", "stagger": "stag"}
+_NAME_EXTRAS = {"block_k": "k", "math_threads": "t", "order": "", "split": "split-", "lag": "lag", "unit_blocks": "unit", "prefetch": "pre", "stagger": "stag", "tail": "tail"}
 _DEFAULT = KernelConfig()
-
-
-def planned_registers(config: KernelConfig) -> tuple[int, int, int]:
-    """The plan table: registers per thread of (dispatch, TMA, math) for a frontend and a tile.
-
-    Found by compiling: the smallest counts without a spill in any role (docs/measured.md). Sums: compact 60,416, and
-    64,512 where the tile holds 192 accumulators; standard 63,488.
-    """
-    if config.math_threads == 128:  # one warpgroup may have nearly all it can name, and the others are not pressed
-        return (80, 80, 248) if config.frontend == "compact" else (80, 56, 248)
-    if config.frontend == "standard":
-        return (56, 56, 192) if config.accumulators + MATH_OVERHEAD <= 192 else (48, 40, 208)
-    if config.accumulators + MATH_OVERHEAD > 208:
-        return (56, 56, 224)
-    return (56, 56, 208)
-
-
-def ring_order(config: KernelConfig, ring: int) -> tuple[int, int]:
-    """(lag, unit_blocks) of a launch whose activation pool is a ring of ``ring`` rows.
-
-    An L1 tile waits for rows whose places are free once the L2 tiles of the rows ``ring`` before them are done; those
-    must come earlier in the order, or nothing would ever move. They do when the ring holds lag + 1 units, each at most
-    ``unit_blocks`` row blocks, in segments of 128 rows. So a small ring shortens the lag, then the units.
-    """
-    block = config.block_m * config.cluster
-    unit_blocks = max(1, min(config.unit_blocks, ring // 2 // block))
-    span = -(-unit_blocks * block // 128) * 128
-    if ring < span:
-        raise UsageError(f"a ring of {ring} rows does not hold one unit of {span} rows", rule="ring")
-    return min(config.lag, ring // span - 1), unit_blocks
 
 
 def grid_ctas(config: KernelConfig, ranks: int, sms: int) -> int:
@@ -301,6 +270,7 @@ def _violations(c: KernelConfig, shape: Shape | None, ranks: int | None, sms: in
         yield from found
         if found:  # later rules compute with these values
             return
+    yield from compiler_spills(c)
     yield from _shared_memory(c, shape, ranks)
     yield from _residency(c, ranks, sms, grid)
     for key, value in sorted(NOT_IMPLEMENTED, key=str):
@@ -328,6 +298,8 @@ def _policy(c: KernelConfig) -> Iterator[tuple[str, str]]:
                               f"{c.policy} with block_m={c.block_m} and {c.math_warpgroups} math warpgroup(s)")
     if c.stagger and c.m_splits == 1:
         yield "policy-tile", "stagger delays one of two warpgroups that do not wait for each other: it needs split=m"
+    if c.tail and (c.column_parts, c.math_warpgroups) != (2, 2):
+        yield "policy-tile", "tail=1 gives half a tile to one of two warpgroups: it needs two that cut tiles along N"
     if c.policy == "fused" and c.math_warpgroups == 1 and c.block_n > 128:
         yield "policy-tile", ("one warpgroup with 256 columns is policy wide_n (one product, rescale) or serial_n (two products, "
                               "one after the other), not fused")

@@ -100,6 +100,7 @@ class Runner:
         with self._stage("upload", plan.id):
             session = Session(backend, plan.problem, plan.config, plan.phase, kernel=kernels[0], raw=plan.options.get("raw"),
                               options=plan.launch_options(plan.datas[0]))  # fmt: skip
+            self._kernel["grid"] = session.grid
             self._together("upload", lambda: self._upload(plan, backend, session, kernels))
         ends = plan.ends()
         wanted = ends if plan.snapshot_all else [ends[-1]]

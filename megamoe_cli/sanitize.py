@@ -27,7 +27,7 @@ TURNS = (("random", "lazy"), ("pct", "lazy"), ("random", "random"), ("pct", "ran
 SCHEDULE_CHOICES, COMPLETION_CHOICES = (MIXED, *SCHEDULES), (MIXED, *COMPLETIONS)
 # Options of the emulator and the harness that have a flag of their own.
 FLAGS = {"schedule": "--schedule", "completion": "--completion", "skew": "--skew", "resident_ctas": "--resident-ctas",
-         "mix": "--mix", "replay": "--replay"}
+         "mix": "--mix", "replay": "--replay", "reserve_sms": "--reserve-sms"}
 EMULATOR_ONLY = ("sanitize", "schedule", "completion", "skew", "resident_ctas")
 
 

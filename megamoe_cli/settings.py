@@ -54,6 +54,7 @@ KEYS: dict[str, Key] = {
     "repeat": Key("int", "launches in a row on one buffer"),
     "backend": Key("text", "auto, emulator, virtual, nvlink or processes"),
     "timeout": Key("float", "seconds one case may take"),
+    "reserve_sms": Key("int", "SMs of each GPU left to other kernels"),
     "table": Key("text", "heuristic table: auto, none, or a file"),
     "results_dir": Key("text", "where run records go"),
     "color": Key("choice", "when to colour output", COLORS),

@@ -38,6 +38,7 @@ class BufferRequest:
     config: KernelConfig
     phase: str
     variants: tuple[KernelConfig, ...] = ()  # what a heuristic table may pick for other loads; loaded with the buffer
+    reserve_sms: int = 0  # left free by all launches of the world from here on; ranks may differ in it
 
 
 @dataclass(frozen=True)
@@ -174,6 +175,7 @@ class LocalWorld:
         turn = len(self._requests[rank])
         others = [asked[turn] for asked in self._requests if len(asked) > turn]
         check_same_requests([*others, request])
+        self.backend.leave_sms(request.reserve_sms)
         kernel = self._load(request)
         buffer = RankBuffer(self.backend, layout_for(request.shape, self.ranks, request.capacity, request.phase), rank, f"buffer{turn}")
         self._requests[rank].append(request)
@@ -341,6 +343,7 @@ class GroupWorld:
         """Collective. Every rank sees what all asked for, and one rank's failure is raised on all."""
         control = self.backend.control
         check_same_requests(control.agree("compare buffer requests", lambda: request))
+        control.step("reserve SMs", lambda: self.backend.leave_sms(request.reserve_sms))
         kernel = control.step("build and load the kernel", lambda: self._load(request))
         layout = layout_for(request.shape, self.ranks, request.capacity, request.phase)
         return RankBuffer(self.backend, layout, rank, self.backend.fresh_name("buffer")), kernel

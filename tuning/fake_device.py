@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from megamoe_cli.backends.sm_share import SmShare
 from megamoe_cli.config import LAUNCH_FIELDS
 from megamoe_cli.errors import ExitCode, UsageError
 from megamoe_cli.protocol import CaseResult
@@ -34,22 +35,24 @@ class FakeRunner:
     everything. ``running``: a file that is touched when a trial begins. ``sleep`` is how time passes."""
 
     def __init__(self, script: Mapping[str, Any], ranks: int, control: Any = None,
-                 on_stage: Callable[[str, str], None] | None = None, sleep: Callable[[float], None] = time.sleep) -> None:
+                 on_stage: Callable[[str, str], None] | None = None, sleep: Callable[[float], None] = time.sleep,
+                 reserve_sms: int = 0) -> None:
         self.script, self.ranks, self.control, self._sleep = script, ranks, control, sleep
         self._waves: dict[tuple[str, Any], tuple[float, float, float]] = {}
         self._models: dict[Any, float] = {}
         self._held: set[Any] = set()  # what the process made already: weights, inputs, kernels
         self.rank = 0 if control is None else control.rank
         self.on_stage = on_stage or (lambda *_: None)
-        self.where = f"fake({ranks} on 1x{script.get('name', 'fake')})"
+        self.share = SmShare(int(script.get("sms", 132)), ranks, reserve_sms)
+        self.where = self.share.said(f"fake({ranks} on 1x{script.get('name', 'fake')})")
         for fault in script.get("faults", []):
             if fault.get("kind") not in KINDS:
                 raise UsageError(f"the fake device knows no fault {fault.get('kind')!r} (faults: {', '.join(KINDS)})", rule="fake")
         sleep(float(script.get("costs", {}).get("start_s", 0.0)))
 
     @classmethod
-    def load(cls, path: str, ranks: int, control: Any, on_stage: Callable[[str, str], None]) -> FakeRunner:
-        return cls(read_script(path), ranks, control, on_stage)
+    def load(cls, path: str, ranks: int, control: Any, on_stage: Callable[[str, str], None], reserve_sms: int = 0) -> FakeRunner:
+        return cls(read_script(path), ranks, control, on_stage, reserve_sms=reserve_sms)
 
     def run(self, case: Mapping[str, Any]) -> CaseResult:
         """One task. Ranks answer together: what one of them does wrong is the whole group's result."""

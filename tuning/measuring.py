@@ -59,16 +59,17 @@ class Arena:
 
 class TuneRunner:
     """Answers tuning tasks. ``control`` is given when this process is one rank of several. ``opener`` replaces the
-    backend's; ``launch_ms`` reads a run's times (default: the device events)."""
+    backend's; ``launch_ms`` reads a run's times (default: the device events). ``reserve_sms``: SMs left free."""
 
     def __init__(self, backend: str, ranks: int, *, control: Any = None, on_stage: Callable[[str, str], None] | None = None,
                  index: int = 0, opener: Opener | None = None, device: str | None = None,
-                 launch_ms: Callable[[Any], dict[int, list[float]]] | None = None) -> None:
+                 launch_ms: Callable[[Any], dict[int, list[float]]] | None = None, reserve_sms: int = 0) -> None:
         self.name, self.ranks, self.control = backend, ranks, control
         self.device = device or f"cuda:{index}"
         self.on_stage = on_stage or (lambda *_: None)
         self._opener = opener or default_opener(backend, control)
         self._options = {"device": index} if backend == "virtual" and index and opener is None else {}
+        self._options |= {"reserve_sms": reserve_sms} if reserve_sms else {}
         self._launch_ms = launch_ms or (lambda run: run.launch_ms)
         self._backend: Backend | None = None
         self._monitor: Monitor | None = None

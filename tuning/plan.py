@@ -10,10 +10,12 @@ import bisect
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from megamoe_cli.backends.sm_share import usable_sms
+from megamoe_cli.config import grid_ctas
 from megamoe_cli.errors import UsageError
 from megamoe_cli.shapes import Problem, Shape
 from megamoe_cli.tuning.lookup import Library, Machine, Query, edge_counts, lookup
@@ -66,11 +68,21 @@ class Plan:
     holdout: list[int] = field(default_factory=list)  # sizes to hold out; empty: chosen from the result
     scripted: str = ""
     named: list[Choice] = field(default_factory=list)  # candidates named by hand: each has a final at every size
+    reserve_sms: int = 0  # SMs that every launch leaves free
     disqualified: set[Choice] = field(default_factory=set, compare=False)  # incumbents that failed; found again on replay
 
     @property
     def query(self) -> Query:
         return Query(self.shape, self.ranks, self.machine)
+
+    @property
+    def sms(self) -> int:
+        """SMs of the GPU that launches may use."""
+        return usable_sms(self.machine.sms, self.reserve_sms)
+
+    def shared_sms(self) -> int | None:
+        """As ``Query.shared_sms``, less the reserve."""
+        return None if self.query.shared_sms() is None else self.sms
 
     def problem(self, tokens: int) -> Problem:
         return Problem.make(self.shape, self.ranks, tokens, self.capacity)
@@ -88,7 +100,8 @@ class Plan:
         """What a measurement belongs to beside its own options. The GPU's name is part of it: two chips with the same SM
         count are two machines."""
         m = self.machine
-        return [self.digest, m.name, m.sms, m.backend, self.shape.as_list(), self.ranks, self.capacity]
+        reserve = [self.reserve_sms] if self.reserve_sms else []
+        return [self.digest, m.name, m.sms, m.backend, self.shape.as_list(), self.ranks, self.capacity, *reserve]
 
     def stage_seed(self, stage: str, tokens: int, routing: str) -> int:
         """Of a stage's inputs: searching, finals, confirmation and validation each have their own at every size, so that
@@ -120,7 +133,7 @@ class Plan:
             "candidates": [c.to_dict() for c in self.candidates], "incumbents": [[start, c.to_dict()] for start, c in self.incumbents],
             "incumbent_from": self.incumbent_from, "default": self.default.to_dict(), "seed": self.seed, "settings": asdict(self.settings),
             "digest": self.digest, "accounts": self.accounts, "holdout": self.holdout, "scripted": self.scripted,
-            "named": [c.to_dict() for c in self.named], "fingerprint": self.fingerprint(),
+            "named": [c.to_dict() for c in self.named], "reserve_sms": self.reserve_sms, "fingerprint": self.fingerprint(),
         }
 
     def write(self, folder: Path) -> None:
@@ -140,7 +153,7 @@ class Plan:
                 data["routing"], data["strategy"], data["space"], [Choice.from_dict(c) for c in data["candidates"]],
                 [(start, Choice.from_dict(c)) for start, c in data["incumbents"]], data["incumbent_from"], Choice.from_dict(data["default"]),
                 data["seed"], Settings(**{k: v for k, v in data["settings"].items() if k in known}), data["digest"], data["accounts"],
-                data["holdout"], data["scripted"], [Choice.from_dict(c) for c in data["named"]])
+                data["holdout"], data["scripted"], [Choice.from_dict(c) for c in data["named"]], int(data.get("reserve_sms", 0)))
         except OSError as error:
             raise UsageError(f"{folder} is no tuning run: {path.name}: {error.strerror}", rule="resume") from None
         except (ValueError, KeyError, TypeError, AttributeError, UsageError) as error:
@@ -166,6 +179,11 @@ def incumbents(query: Query, most: int, library: Library, default: Choice, kind:
         if not steps or steps[-1][1] != pick.choice:
             steps.append((tokens, pick.choice))
     return [(start, resolved(choice, query.shape, query.ranks)) for start, choice in steps], ", ".join(sources)
+
+
+def fitted(choice: Choice, ranks: int, sms: int | None) -> Choice:
+    """The choice with as many CTAs as fit, where it says more than that: what the backend launches then."""
+    return replace(choice, ctas=0) if sms is not None and choice.ctas > grid_ctas(choice.config, ranks, sms) else choice
 
 
 def default_sizes(ranks: int) -> list[int]:

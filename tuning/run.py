@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megamoe_cli import paths
+from megamoe_cli.backends.sm_share import usable_sms
 from megamoe_cli.config import KernelConfig
 from megamoe_cli.errors import EnvironmentUnfit, UsageError
 from megamoe_cli.report.record import make_run_dir, new_run_id, source_state
@@ -28,7 +29,7 @@ from megamoe_cli.tuning.group import RankGroup
 from megamoe_cli.tuning.journal import Journal, Trial
 from megamoe_cli.tuning.lookup import Library, Machine, Query, running_machine
 from megamoe_cli.tuning.measurer import Clock, Measurer
-from megamoe_cli.tuning.plan import Plan, Settings, default_sizes, incumbents
+from megamoe_cli.tuning.plan import Plan, Settings, default_sizes, fitted, incumbents
 from megamoe_cli.tuning.schema import Choice, Table
 from megamoe_cli.tuning.space import Expansion, expand, load_space, resolved
 from megamoe_cli.tuning.summary import summarize
@@ -59,6 +60,7 @@ class Request:
     static: bool = False
     scripted: str = ""
     settings: Settings = field(default_factory=Settings)
+    reserve_sms: int = 0
 
 
 def machine_of(request: Request) -> Machine | None:
@@ -82,6 +84,7 @@ def make_plan(request: Request, library: Library | None = None) -> tuple[Plan, E
     """Everything settled and checked; starts nothing. UsageError for what is illegal."""
     check_shape(request.shape, request.ranks)
     machine = machine_of(request) or replace(STATIC_MACHINE, sms=request.sms or STATIC_MACHINE.sms)
+    usable = usable_sms(machine.sms, request.reserve_sms)
     sizes = sorted(set(request.sizes or default_sizes(request.ranks)))
     outside = [tokens for tokens in request.holdout if not sizes[0] < tokens < sizes[-1] or tokens in sizes]
     if outside:
@@ -90,13 +93,16 @@ def make_plan(request: Request, library: Library | None = None) -> tuple[Plan, E
     default = resolved(Choice(KernelConfig()), request.shape, request.ranks)
     most = max([*sizes, *request.holdout])
     steps, source = incumbents(query, most, library or Library.of("auto"), default, request.incumbent)
-    expansion = expand(load_space(request.space), request.shape, request.ranks, query.shared_sms(),
+    shared = None if query.shared_sms() is None else usable
+    if request.reserve_sms:
+        steps = [(start, fitted(choice, request.ranks, shared)) for start, choice in steps]
+    expansion = expand(load_space(request.space), request.shape, request.ranks, shared,
                        [default, *(choice for _, choice in steps), *request.extra])
     capacity = -(-most // 128) * 128
     plan = Plan(new_run_id("tune"), request.shape, request.ranks, machine, sizes, capacity, request.routing, request.strategy, request.space,
                 expansion.candidates, steps, source, default, secrets.randbits(31) if request.seed is None else request.seed,
                 request.settings, kernel_digest(), expansion.accounts() | {"why": expansion.example}, list(request.holdout), request.scripted,
-                [resolved(choice, request.shape, request.ranks) for choice in request.extra])
+                [resolved(choice, request.shape, request.ranks) for choice in request.extra], request.reserve_sms)
     for tokens in sizes:
         check_problem(plan.problem(tokens))
     if request.strategy == "tpe":
@@ -141,7 +147,7 @@ def resume_plan(folder: Path, extra: Sequence[Choice] = ()) -> Plan:
             raise UsageError(f"{folder.name} was measured as {there}, and this machine is {here.name if here else 'without an SM90 GPU'}: "
                              f"times of two kinds of machine do not go into one table", rule="resume")
     if extra:
-        more = expand(load_space(plan.space), plan.shape, plan.ranks, plan.query.shared_sms(), [*plan.candidates, *extra])
+        more = expand(load_space(plan.space), plan.shape, plan.ranks, plan.shared_sms(), [*plan.candidates, *extra])
         named = dict.fromkeys([*plan.named, *(resolved(choice, plan.shape, plan.ranks) for choice in extra)])
         plan = replace(plan, candidates=more.candidates, named=list(named), accounts=more.accounts() | {"why": more.example})
         plan.write(folder)
@@ -202,6 +208,7 @@ def worker_command(plan: Plan) -> list[str]:
 
         command += ["--fake", plan.scripted]
         backend = "processes" if read_script(plan.scripted).get("processes") else "virtual"
+    command += ["--reserve-sms", str(plan.reserve_sms)] if plan.reserve_sms else []
     return [*command, "--backend", backend, "--ranks", str(plan.ranks)]
 
 
@@ -305,6 +312,8 @@ def install(folder: Path, table: Table, plan: Plan, output: Path | None) -> tupl
 
     if not table.evidence:
         return None, "nothing was measured"
+    if output is None and plan.reserve_sms:
+        return None, f"{plan.reserve_sms} SMs were reserved, and tables that are looked up are of the whole GPU: name a file with --output"
     if output is None and plan.scripted:
         return None, "a fake device's table answers for no GPU"
     target = output or paths.new_tables_dir() / file_name(plan.query)

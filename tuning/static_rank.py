@@ -47,7 +47,7 @@ def rank(plan: Plan, built: Built) -> Ranking:
     by_size: dict[int, list[tuple[Choice, Facts]]] = {}
     points = []
     for tokens in plan.sizes:
-        rows = [(c, facts(c, plan.shape, plan.ranks, plan.machine.sms, tokens, resources=built.of(c))) for c in alive]
+        rows = [(c, facts(c, plan.shape, plan.ranks, plan.sms, tokens, resources=built.of(c))) for c in alive]
         rows.sort(key=lambda row: (row[1].model_us, built.registers(row[0]), row[0].name()))
         by_size[tokens] = rows
         own = plan.incumbent(tokens)

@@ -82,7 +82,7 @@ def estimate(plan: Plan, jobs: int) -> dict[str, Any]:
     s, trials = plan.settings, expected_trials(plan)
     rounds = {"noise": s.noise_rounds, "screen": s.screen_rounds, "second": s.second_rounds, "launch": s.second_rounds, "tpe": s.second_rounds}
     shared = plan.machine.backend != "nvlink"
-    times = [facts(plan.incumbent(t), plan.shape, plan.ranks, plan.machine.sms, t, shared=shared).model_us for t in plan.sizes]
+    times = [facts(plan.incumbent(t), plan.shape, plan.ranks, plan.sms, t, shared=shared).model_us for t in plan.sizes]
     mean_s = 1e-6 * sum(times) / len(times)
     run_s = sum(count * (PER_TRIAL_S + 2.6 * mean_s * (rounds.get(stage, s.final_rounds) + 2)) for stage, count in trials.items())
     run_s += PER_SIZE_S * 4 * len(plan.sizes) * plan.ranks

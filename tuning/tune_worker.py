@@ -17,20 +17,24 @@ PROGRAM = (sys.executable, "-m", "megamoe_cli.tuning.tune_worker")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = list(sys.argv[1:] if argv is None else argv)
-    if args[:1] == ["--fake"]:
-        script, args = args[1], args[2:]
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--fake")
+    parser.add_argument("--reserve-sms", type=int, default=0)
+    own, rest = parser.parse_known_args(argv)
+    words = ("--fake", own.fake) if own.fake else ()
+    words += ("--reserve-sms", str(own.reserve_sms)) if own.reserve_sms else ()
 
-        def fake(options: argparse.Namespace, control: Any, on_stage: Callable[[str, str], None]) -> Any:
+    def make(options: argparse.Namespace, control: Any, on_stage: Callable[[str, str], None]) -> Any:
+        if own.fake:
             from megamoe_cli.tuning.fake_device import FakeRunner
 
-            return FakeRunner.load(script, options.ranks, control, on_stage)
+            return FakeRunner.load(own.fake, options.ranks, control, on_stage, own.reserve_sms)
+        return _runner(options, control, on_stage, own.reserve_sms)
 
-        return worker.main(args, make_runner=fake, program=(*PROGRAM, "--fake", script))
-    return worker.main(args, make_runner=_runner, program=PROGRAM)
+    return worker.main(rest, make_runner=make, program=(*PROGRAM, *words))
 
 
-def _runner(options: argparse.Namespace, control: Any, on_stage: Callable[[str, str], None]) -> Any:
+def _runner(options: argparse.Namespace, control: Any, on_stage: Callable[[str, str], None], reserve_sms: int) -> Any:
     from megamoe_cli.backends.driver import prepare_environment
     from megamoe_cli.backends.picking import pick
 
@@ -44,7 +48,7 @@ def _runner(options: argparse.Namespace, control: Any, on_stage: Callable[[str, 
     prepare_environment()  # before torch makes a context
     from megamoe_cli.tuning.measuring import TuneRunner
 
-    return TuneRunner(options.backend, options.ranks, control=control, on_stage=on_stage, index=index)
+    return TuneRunner(options.backend, options.ranks, control=control, on_stage=on_stage, index=index, reserve_sms=reserve_sms)
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ enum ControlWord : u32 {
     kTileCounter = 192,    // tiles handed out beyond the first per CTA; + 32 for the odd bank
 };
 
-enum ParamFlags : u32 { kFastMath = 1, kHasClamp = 2, kWaveOrder = 4 };
+enum ParamFlags : u32 { kFastMath = 1, kHasClamp = 2, kWaveOrder = 4, kHalveTail = 8 };
 
 struct alignas(64) KernelParams {
     TensorMap l1_acts;    // [P, H]        e4m3, box 128 x min(BLOCK_M, 64), 128B swizzle

@@ -15,7 +15,7 @@ enum TileKind : u32 { kTileL1, kTileL2, kTileEnd };
 
 // What the scheduler publishes for one tile: 16 bytes, and few registers while the math loop holds it.
 struct Tile {
-    u32 head;      // TileKind | arrival bank << 4 | maxima buffer << 5 | valid << 8
+    u32 head;      // TileKind | arrival bank << 4 | maxima buffer << 5 | half a tile << 6 | which half << 7 | valid << 8
     u32 expert;    // local expert
     u32 n;         // column tile
     u32 row0;      // first pool row, as a place in memory
@@ -25,6 +25,10 @@ struct Tile {
     MM_HOST_DEVICE u32 bank() const { return head >> 4 & 1; }
     MM_HOST_DEVICE u32 maxima_buffer() const { return head >> 5 & 1; }   // alternates between L1 tiles of a CTA
     MM_HOST_DEVICE void set_maxima_buffer(u32 buffer) { head |= buffer << 5; }
+    // Of a tile cut in two, only the columns of column part `half()`.
+    MM_HOST_DEVICE bool is_half() const { return head >> 6 & 1; }
+    MM_HOST_DEVICE u32 half() const { return head >> 7 & 1; }
+    MM_HOST_DEVICE bool covers(u32 part) const { return !is_half() || part == half(); }
     MM_HOST_DEVICE u32 without_rows() const { return head & 0xff; }      // this head with valid() = 0
     MM_HOST_DEVICE u32 valid() const { return head >> 8; }   // rows of this block that exist: 1..BLOCK_M, in a pair 0..BLOCK_M
     // 16 bytes in the ring. Experts of a rank and column tiles each stay below 2^16.

@@ -27,6 +27,10 @@ struct MathThread {
         if (row_unit == 0 && Shape::kRowSplits == 1 && C::kCluster == 1) return true;
         return first_row() + row_unit * Shape::kUnitRows < valid;
     }
+    // And do this warp's 16 rows of it hold one?
+    MM_DEVICE bool warp_has(u32 row_unit, u32 valid) const {
+        return first_row() + row_unit * Shape::kUnitRows + (Shape::kWarpMma ? 0 : thread / 32 * 16) < valid;
+    }
     MM_DEVICE void sync_warpgroup() const { hw::bar_sync(kBarWarpgroup0 + warpgroup, 128); }
     static MM_DEVICE void sync_math() { hw::bar_sync(kBarMath, C::kMathWarpgroups * 128); }
 };

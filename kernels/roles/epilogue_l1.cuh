@@ -31,7 +31,9 @@ struct EpilogueL1 {
 
     // First activation column of a pass and a column unit, within the tile's 128.
     MM_DEVICE u32 act_column(u32 pass, u32 c) const { return (pass * C::kBlockN + me.column(c)) / 2; }
-    MM_DEVICE bool has(u32 r) const { return me.has(r, tile.valid()); }
+    // Warps without rows do nothing; a warp's others (16 rows at least are computed) are computed on whatever lies there
+    // and not stored.
+    MM_DEVICE bool has(u32 r) const { return me.warp_has(r, tile.valid()); }
 
     // Natural-order raw accumulators, for the named check of phase l1.
     MM_DEVICE void dump_raw(const Accumulators& acc, u32 pass) const {
@@ -77,7 +79,7 @@ struct EpilogueL1 {
         }
     }
 
-    // Activations of one pass. Rows past the block's end are computed too (on whatever lies there) and not stored.
+    // Activations of one pass.
     MM_DEVICE void activate(const u8* side, Accumulators& acc, u32 pass) const {
         const f32* weights = reinterpret_cast<const f32*>(side);
         if constexpr (C::kPhase == Phase::kL1) {

@@ -38,10 +38,11 @@ struct EpilogueL2 {
     }
 
     MM_DEVICE void run(const u8* side, const f32 (&acc)[Shape::kUnits][Shape::kRegs]) const {
+        if (kCanHalve<C> && !tile.covers(me.part())) return;
         const u32 columns = p.hidden - tile.n * C::kBlockN;   // the last tile may overhang H
 #pragma unroll
         for (u32 r = 0; r < Shape::kRowUnits; ++r) {
-            if (me.first_row() + r * Shape::kUnitRows >= tile.valid()) break;
+            if (!me.warp_has(r, tile.valid())) break;
             u8* lo = destination(side, me.row(r));
             u8* hi = destination(side, me.row(r) + 8);
 #pragma unroll

@@ -13,6 +13,22 @@ struct SharedWords {
 };
 
 template <class C>
+constexpr bool kCanHalve = TileShape<C>::kParts == 2 && C::kMathWarpgroups == 2 && C::kPhase >= Phase::kL2;
+
+// The experts whose L2 tiles come last and would not keep all CTAs busy: their tiles are cut in two. Only where a column
+// part is a warpgroup's, so that the other one has nothing to do.
+template <class C>
+MM_DEVICE u32 halves_from(const StreamShape& s, const ExpertTables<C>& tables) {
+    u32 expert = s.experts, tiles = 0;
+    while (expert > 0) {
+        tiles += ceil_div(hw::lds_u32(tables.active_rows + expert - 1), s.block_m) * s.l2_columns;
+        if (tiles > num_clusters<C>()) break;
+        --expert;
+    }
+    return expert;
+}
+
+template <class C>
 MM_DEVICE StreamShape stream_shape(const KernelParams& p, const ExpertTables<C>& tables) {
     StreamShape s;
     s.experts = hw::lds_u32(tables.num_active);
@@ -22,17 +38,18 @@ MM_DEVICE StreamShape stream_shape(const KernelParams& p, const ExpertTables<C>&
     s.wave = (p.flags & kWaveOrder) != 0;
     s.pair = C::kCluster;
     s.ring_rows = p.ring_rows;
+    if (kCanHalve<C> && (p.flags & kHalveTail)) s.halves_from = halves_from<C>(s, tables);
     s.l1_columns = p.intermediate / 128;   // whole requantization groups, whatever BLOCK_N
     s.l2_columns = C::kPhase >= Phase::kL2 ? ceil_div(p.hidden, C::kBlockN) : 0;
     return s;
 }
 
-// Where this CTA's share of K-block 0 of a tile's weights lies; the next K-block follows kWeightTileRows * 128 bytes on.
+// Where this CTA's share of K-block 0 of a tile's weights (its `rows` rows from `first` on) lies; the next K-block follows kWeightTileRows * 128 bytes on.
 // In L1 column tiles are always whole weight tiles, in L2 BLOCK_N rows.
 template <class C>
-MM_DEVICE const u8* tile_weights(const KernelParams& p, bool l1, u32 expert, u32 n) {
+MM_DEVICE const u8* tile_weights(const KernelParams& p, bool l1, u32 expert, u32 n, u32 rows, u32 first) {
     const u32 num_k = (l1 ? p.hidden : p.intermediate) / 128, tiles = l1 ? p.intermediate / 128 : ceil_div(p.hidden, kWeightTileRows);
-    const u32 row = (l1 ? n * kWeightTileRows : n * C::kBlockN) + cta_in_cluster<C>() * (C::kBlockN / C::kCluster);
+    const u32 row = (l1 ? n * kWeightTileRows : n * C::kBlockN) + first + cta_in_cluster<C>() * (rows / C::kCluster);
     const u64 tile = static_cast<u64>(expert) * tiles + row / kWeightTileRows;
     return reinterpret_cast<const u8*>(l1 ? p.w13 : p.w2) + (tile * num_k * kWeightTileRows + row % kWeightTileRows) * 128;
 }
@@ -43,7 +60,7 @@ template <class C>
 MM_DEVICE void prefetch_first_tile(const KernelParams& p) {
     const u32 columns = p.intermediate / 128, expert = cluster_idx<C>() / columns;
     if (expert >= local_experts(p)) return;
-    const u8* from = tile_weights<C>(p, true, expert, cluster_idx<C>() % columns);
+    const u8* from = tile_weights<C>(p, true, expert, cluster_idx<C>() % columns, C::kBlockN, 0);
     const u32 num_k = p.hidden / 128, blocks = p.prefetch_blocks < num_k ? p.prefetch_blocks : num_k;
     for (u32 k = 0; k < blocks; ++k) hw::bulk_prefetch_l2(from + k * kWeightTileRows * 128, C::kBlockN / C::kCluster * 128);
 }
@@ -65,18 +82,20 @@ MM_DEVICE void publish_tile(u8* smem, const CtaBarriers<C>& bars, u32 slot, u32 
 template <class C>
 MM_DEVICE void load_tile_weights(const KernelParams& p, u8* smem, const CtaBarriers<C>& bars, const Tile& tile, RingCursor<C::kStages>& stage) {
     using Plan = SharedPlan<C>;
-    constexpr u32 kBytes = Plan::kBBytes / C::kCluster, kStep = kWeightTileRows * 128;
+    constexpr u32 kStep = kWeightTileRows * 128;
     const bool l1 = tile.kind() == kTileL1;
-    const u8* from = tile_weights<C>(p, l1, tile.expert, tile.n);
+    const u32 rows = kCanHalve<C> && tile.is_half() ? C::kBlockN / 2 : C::kBlockN, first = rows * (tile.is_half() ? tile.half() : 0);
+    const u8* from = tile_weights<C>(p, l1, tile.expert, tile.n, rows, first);
+    const u32 bytes = rows * 128 / C::kCluster, place = first * 128 + cta_in_cluster<C>() * bytes;
     const u32 num_k = (l1 ? p.hidden : p.intermediate) / 128, loads = l1 ? TileShape<C>::kPasses * num_k : num_k;
     for (u32 load = 0; load < loads; ++load, from += kStep) {
         if (TileShape<C>::kPasses > 1 && load == num_k) from = from - num_k * kStep + Plan::kBBytes;   // the second pass: the tile's other rows
         wait_stage_empty<C>(p, bars, stage);
         u64* full = bars.stage_full(stage.slot());
-        u8* to = smem + Plan::kB + stage.slot() * Plan::kBBytes + cta_in_cluster<C>() * kBytes;
-        hw::mbarrier_arrive_expect_tx(full, Plan::kBBytes);
-        if constexpr (C::kCluster == 1) hw::bulk_load(to, from, kBytes, full);
-        else hw::bulk_load_multicast(to, from, kBytes, full, (1 << C::kCluster) - 1);
+        u8* to = smem + Plan::kB + stage.slot() * Plan::kBBytes + place;
+        hw::mbarrier_arrive_expect_tx(full, rows * 128);
+        if constexpr (C::kCluster == 1) hw::bulk_load(to, from, bytes, full);
+        else hw::bulk_load_multicast(to, from, bytes, full, (1 << C::kCluster) - 1);
         stage.advance();
     }
 }

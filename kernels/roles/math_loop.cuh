@@ -59,7 +59,7 @@ MM_DEVICE void main_loop(const KernelParams& p, u8* smem, const CtaBarriers<C>& 
     const ColumnScales scales = column_scales<C>(p, tile, me);
     bool has[Shape::kRowUnits];
 #pragma unroll
-    for (u32 r = 0; r < Shape::kRowUnits; ++r) has[r] = me.has(r, tile.valid());
+    for (u32 r = 0; r < Shape::kRowUnits; ++r) has[r] = me.has(r, tile.valid()) && (!kCanHalve<C> || tile.covers(me.part()));
     const u8* sfa_rows = smem + Plan::kSfa + me.row(0) * 4;
     const u32 a_offset = Plan::kA + me.first_row() * 128, b_offset = Plan::kB + me.column(0) * 128;
 

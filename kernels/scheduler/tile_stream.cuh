@@ -7,6 +7,8 @@
 // Inside a segment tiles go column tile by column tile with row blocks innermost, so that
 // neighbouring CTAs share a weight tile. CTA c takes tile c first, then whatever a counter hands out.
 //
+// The L2 tiles of the last experts may be cut in two (`halves_from`): what is left at the end then spreads over more CTAs.
+//
 // Every wait of a tile refers to tiles earlier in this order, and a CTA takes its tiles in order, so the
 // earliest unfinished tile can always run: no deadlock for any lag, grid or expert counts.
 #pragma once
@@ -20,6 +22,7 @@ struct StreamShape {
     u32 l1_columns, l2_columns;   // column tiles of each GEMM; l2_columns = 0 leaves L2 out
     bool wave = false;
     u32 pair = 1;           // CTAs that share a tile: block_m rows are so many row blocks
+    u32 halves_from = ~0u;  // experts (among those with rows) from which on L2 tiles are halves
     u32 ring_rows = ~0u;    // places in memory: pool row r lies in place r % ring_rows
 };
 
@@ -72,11 +75,12 @@ public:
 
     // The row block of CTA `cta` of a pair may be empty.
     MM_HOST_DEVICE Tile current(u32 bank, u32 cta = 0) const {
-        const u32 column = at_ / blocks_, cta_rows = shape_.block_m / shape_.pair;
+        const u32 slice = at_ / blocks_, column = slice / halves_, cta_rows = shape_.block_m / shape_.pair;
         const u32 first = (unit_.block + at_ % blocks_) * shape_.block_m + cta * cta_rows, rows = rows_(unit_.expert);
         const u32 left = rows > first ? rows - first : 0;
         Tile tile;
         tile.head = Tile::make_head(is_l1_ ? kTileL1 : kTileL2, bank, left < cta_rows ? left : cta_rows);
+        if (halves_ > 1) tile.head |= 1u << 6 | slice % 2 << 7;
         tile.expert = expert_(unit_.expert);
         tile.n = column;
         const u32 row = pool_base_(tile.expert) + first;
@@ -93,7 +97,8 @@ private:
         blocks_ = cursor.unit_size(shape_);
         cursor.advance(shape_, rows_);
         is_l1_ = is_l1;
-        size_ = columns * blocks_;
+        halves_ = !is_l1 && unit_.expert >= shape_.halves_from ? 2 : 1;
+        size_ = columns * halves_ * blocks_;
     }
     MM_HOST_DEVICE void next_segment() {
         at_ = 0;
@@ -137,7 +142,7 @@ private:
     Expert expert_;
     PoolBase pool_base_;
     Cursor l1_, l2_, unit_;
-    u32 at_ = 0, size_ = 0, blocks_ = 1, step_ = 0;
+    u32 at_ = 0, size_ = 0, blocks_ = 1, halves_ = 1, step_ = 0;
     bool l1_turn_ = true, is_l1_ = true, done_ = false;
 };
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..abi import FAULT_BYTES, FaultRecord, KernelParams
 from ..errors import LaunchFault, UsageError
+from .sm_share import SmShare
 
 if TYPE_CHECKING:
     import torch
@@ -179,6 +180,7 @@ class Backend(ABC):
     ranks: int
     local_ranks: tuple[int, ...]
     max_ctas_per_rank: int
+    share: SmShare  # what ``max_ctas_per_rank`` follows from
 
     @abstractmethod
     def alloc(self, rank: int, nbytes: int, *, symmetric: bool, name: str) -> torch.Tensor:
@@ -229,6 +231,26 @@ class Backend(ABC):
                 f"no CTAs to launch: {'as many as fit' if requested is None else requested} requested, "
                 f"{self.max_ctas_per_rank} fit per rank on {self.where}, clusters of {config.cluster}", rule="co-residency")
         return wanted
+
+    def use_share(self, place: str, share: SmShare) -> None:
+        """Sets ``share``, and with it ``max_ctas_per_rank`` and ``where`` (``place``, and what is reserved)."""
+        most = min([share.ctas, *(share.clusters(fit) * size for size, fit in self._clusters().items())])
+        self._place, self.share, self.where, self.max_ctas_per_rank = place, share, share.said(place), most
+
+    def fit_clusters(self, size: int, resident: int) -> None:
+        """Of clusters of ``size`` CTAs ``resident`` fit on the empty device: GPCs with an odd number of SMs leave one
+        unused, so these may be fewer than the SM count suggests. From now on they bound the grid."""
+        self._clusters()[size] = min(resident, self._clusters().get(size, resident))
+        self.use_share(self._place, self.share)
+
+    def _clusters(self) -> dict[int, int]:
+        return self.__dict__.setdefault("_resident_clusters", {})
+
+    def leave_sms(self, reserve: int) -> None:
+        """Launches from here on leave at least ``reserve`` SMs of each device to other kernels; the most anybody asked for
+        counts. UsageError when no CTA of a rank would stay."""
+        if reserve and reserve > self.share.reserve:
+            self.use_share(self._place, replace(self.share, reserve=reserve))
 
     def fresh_name(self, prefix: str) -> str:
         """A name no allocation has yet; the same on all ranks, since they allocate in the same order."""

@@ -19,7 +19,8 @@ from typing import ClassVar
 from ..errors import BuildFailed, EnvironmentUnfit, MegamoeError, UsageError
 from .emu_symbols import Symbolizer
 
-API_VERSION = 2
+API_VERSION = 3
+MOST_SUM_BITS = 23
 SCHEDULES = ("fifo", "random", "pct")
 COMPLETIONS = ("eager", "random", "lazy")
 _STOP_PATIENCE_S = 10.0
@@ -29,7 +30,7 @@ _u32, _u64, _int = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_int
 
 class _Options(ctypes.Structure):
     _fields_ = [("seed", _u64), *((name, _u32) for name in (
-        "schedule", "completion", "races", "preempt", "uninit", "resident_ctas", "max_findings", "mutant")),
+        "schedule", "completion", "races", "preempt", "uninit", "resident_ctas", "max_findings", "mutant", "fp8_sum_bits")),
         ("max_slices", _u64), ("jump_ns", _u64), ("wall_limit_s", ctypes.c_double)]
 
 
@@ -58,7 +59,9 @@ class EmuOptions:
     Per rank: ``start_delay`` in virtual ns; ``slow`` n > 1: a warp of it runs one time in n while others could;
     ``stop_after`` n > 0: it dies after n turns of its warps (a ``rank-stopped`` finding), and if others then wait for
     it, that is ``waits-for-dead`` instead of a deadlock. ``mutant``: the fault that ``hw::mutant`` switches on (tests/mutants). ``jump_ns``: the clock's first jump
-    when nothing can run (0: 1 s; each jump doubles). ``max_slices`` and ``wall_limit_s`` (0 = none) end a run as a livelock.
+    when nothing can run (0: 1 s; each jump doubles). ``fp8_sum_bits`` n > 0 (at most 23): in a K=32 step of wgmma and mma,
+    products and accumulator are cut toward zero n bits below the largest exponent among them before they are added (an
+    H200 agrees best with 13); 0 sums exactly. ``max_slices`` and ``wall_limit_s`` (0 = none) end a run as a livelock.
     """
 
     seed: int = 0
@@ -72,6 +75,7 @@ class EmuOptions:
     slow: Sequence[int] = ()
     stop_after: Sequence[int] = ()
     mutant: int = 0
+    fp8_sum_bits: int = 0
     jump_ns: int = 0
     max_findings: int = 32
     max_slices: int = 0
@@ -307,7 +311,7 @@ class EmuProgram:
         return _Options(
             seed=options.seed, schedule=SCHEDULES.index(options.schedule), completion=COMPLETIONS.index(options.completion),
             races=options.races, preempt=options.preempt, uninit=options.uninit, resident_ctas=options.resident_ctas,
-            max_findings=options.max_findings, mutant=options.mutant,
+            max_findings=options.max_findings, mutant=options.mutant, fp8_sum_bits=options.fp8_sum_bits,
             max_slices=options.max_slices, jump_ns=options.jump_ns, wall_limit_s=options.wall_limit_s)
 
     def _report(self, options: EmuOptions) -> EmuReport:

@@ -23,19 +23,19 @@ from ..shapes import nearest_name
 from .base import Backend, Copy, Kernel, Launch, Program, RunResult, check_program
 from .driver import check_map
 from .emu_binding import EmuFinding, EmuKernel, EmuOptions, EmuProgram, EmuReport, EmuRuntime
+from .sm_share import DEFAULT_CTAS, SmShare
 
 if TYPE_CHECKING:
     from ..shapes import Shape
 
 PER_RANK = frozenset({"start_delay", "slow", "stop_after"})  # options with a value for each rank
-DEFAULT_CTAS = 2  # per rank: the least that shows cooperation between CTAs
 _ALIGNMENT = 1024
 
 
-def open_backend(ranks: int, ctas: int = DEFAULT_CTAS, checked: bool | None = None, **options: Any) -> EmulatorBackend:
-    """``ctas`` per rank; ``checked``: kernels whose plain accesses are checked too (default: where ``races`` or
-    ``preempt`` need it). ``options``: the fields of EmuOptions."""
-    return EmulatorBackend(ranks, ctas, checked, **options)
+def open_backend(ranks: int, ctas: int = DEFAULT_CTAS, checked: bool | None = None, reserve_sms: int = 0, **options: Any) -> EmulatorBackend:
+    """``ctas``: SMs of each rank's emulated GPU, a CTA each, less ``reserve_sms``. ``checked``: kernels whose plain accesses
+    are checked too (default: where ``races`` or ``preempt`` need it). ``options``: the fields of EmuOptions."""
+    return EmulatorBackend(ranks, ctas, checked, reserve_sms, **options)
 
 
 @lru_cache(maxsize=1)
@@ -61,11 +61,12 @@ class _Block:
 class EmulatorBackend(Backend):
     name = "emulator"
 
-    def __init__(self, ranks: int, ctas: int = DEFAULT_CTAS, checked: bool | None = None, **options: Any) -> None:
+    def __init__(self, ranks: int, ctas: int = DEFAULT_CTAS, checked: bool | None = None, reserve_sms: int = 0, **options: Any) -> None:
         if ctas < 1:
             raise UsageError(f"{ctas} CTAs per rank; at least 1 is needed", rule="co-residency")
-        self.ranks, self.local_ranks, self.max_ctas_per_rank = ranks, tuple(range(ranks)), ctas
-        self.where = f"emulator({ranks} rank{'s' if ranks > 1 else ''} x {ctas} CTA{'s' if ctas > 1 else ''})"
+        self.ranks, self.local_ranks = ranks, tuple(range(ranks))
+        place = f"emulator({ranks} rank{'s' if ranks > 1 else ''} x {ctas} CTA{'s' if ctas > 1 else ''})"
+        self.use_share(place, SmShare(ctas, 1, reserve_sms))
         self.checked = checked
         self.options = EmuOptions()
         self.set_options(**options)

@@ -15,6 +15,7 @@ from .base import Backend, Copy, Kernel, Launch, Program, RunResult, check_progr
 from .control import Control, host_identity
 from .driver import prepare_environment, visible_gpus
 from .peer_memory import PeerMemory, choose
+from .sm_share import SmShare
 from .topology import Topology, judge, seat_of
 
 if TYPE_CHECKING:
@@ -39,8 +40,9 @@ def device_for(rank: int) -> int:
 
 
 def open_backend(ranks: int, *, control: Control | None = None, share_gpu: bool = False, device: int | None = None,
-                 peer_memory: str | None = None, ctas: int | None = None) -> NvlinkBackend:  # fmt: skip
-    """Collective. ``control`` is this rank's place in the group. ``peer_memory``: auto, symmetric or ipc.
+                 peer_memory: str | None = None, ctas: int | None = None, reserve_sms: int = 0) -> NvlinkBackend:  # fmt: skip
+    """Collective. ``control`` is this rank's place in the group. ``peer_memory``: auto, symmetric or ipc. ``reserve_sms``:
+    SMs of each GPU left free.
 
     Raises the same error on all ranks when any of them cannot: EnvironmentUnfit for another host, a GPU that is not
     SM90, no peer access, no NVLink, two ranks on one GPU without ``share_gpu``.
@@ -66,7 +68,7 @@ def open_backend(ranks: int, *, control: Control | None = None, share_gpu: bool 
     prepare_symmetric(shared_gpu=topology.name == "processes")
     memory = control.step("choose peer memory", lambda: choose(index, peer_memory))
     control.step("agree on peer memory", lambda: _same(control.gather(memory.name)))
-    return NvlinkBackend(control, cuda, memory, topology, ctas)
+    return control.step("share out the SMs", lambda: NvlinkBackend(control, cuda, memory, topology, ctas, reserve_sms))
 
 
 def backend_for_group(group: ProcessGroup) -> NvlinkBackend:
@@ -97,12 +99,14 @@ def _same(names: list[str]) -> None:
 class NvlinkBackend(Backend):
     """One rank's view. ``cuda`` is a CudaRuntime, ``memory`` a PeerMemory, or stand-ins with their methods."""
 
-    def __init__(self, control: Control, cuda: Any, memory: PeerMemory, topology: Topology, ctas: int | None = None) -> None:
+    def __init__(self, control: Control, cuda: Any, memory: PeerMemory, topology: Topology, ctas: int | None = None,
+                 reserve_sms: int = 0) -> None:  # fmt: skip
         self.control, self.cuda, self.memory, self.topology = control, cuda, memory, topology
-        self.name, self.where = topology.name, topology.where
+        self.name = topology.name
         self.ranks, self.rank = control.ranks, control.rank
         self.local_ranks = (control.rank,)
-        self.max_ctas_per_rank = self._ctas(ctas)
+        # Processes on one GPU take turns unless an MPS server lets them run together: then all must fit.
+        self.use_share(topology.where, SmShare(cuda.gpu.sms, max(topology.sharing), reserve_sms, ctas))
         self._stream = cuda.stream()
         self._fault = cuda.alloc_pinned(128)
         self._peers: dict[str, list[int]] = {}
@@ -110,13 +114,6 @@ class NvlinkBackend(Backend):
         self._kernels: dict[tuple[str, int], Any] = {}
         self._broken = ""
         self._closed = False
-
-    def _ctas(self, wanted: int | None) -> int:
-        # Processes on one GPU take turns unless an MPS server lets them run together: then all must fit.
-        fits = self.cuda.gpu.sms // max(self.topology.sharing)
-        if fits < 1 or (wanted is not None and not 1 <= wanted <= fits):
-            raise UsageError(f"{wanted} CTAs per rank: {self.where} leaves 1..{fits} for each", rule="co-residency")
-        return wanted or fits
 
     # ---- memory ----
 
@@ -184,7 +181,7 @@ class NvlinkBackend(Backend):
         if config.cluster > 1:
             clusters = self.cuda.resident_clusters(kernel.handle, config.cluster, config.threads, kernel.smem_bytes,
                                                    self.max_ctas_per_rank)  # fmt: skip
-            self.max_ctas_per_rank = min(self.max_ctas_per_rank, clusters * config.cluster)
+            self.fit_clusters(config.cluster, clusters)
             self.grid(config)
         return kernel
 

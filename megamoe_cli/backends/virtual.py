@@ -10,9 +10,10 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from ..abi import FAULT_BYTES
-from ..config import KernelConfig, grid_ctas
+from ..config import KernelConfig
 from ..errors import LaunchFault, TimedOut, UsageError
 from .base import Backend, Copy, Fill, Kernel, Launch, Operation, Program, RunResult, check_program
+from .sm_share import SmShare
 
 if TYPE_CHECKING:
     import torch
@@ -25,13 +26,13 @@ _FAULT_STRIDE = 128  # bytes between fault records: a cache line each
 _POLL_S = 0.0005
 
 
-def open_backend(ranks: int, device: int = 0, ctas: int | None = None, **options: Any) -> VirtualBackend:
-    """``ctas``: CTAs per rank at most (default: as many as keep all ranks resident)."""
+def open_backend(ranks: int, device: int = 0, ctas: int | None = None, reserve_sms: int = 0, **options: Any) -> VirtualBackend:
+    """``ctas``: CTAs per rank at most (default: as many as keep all ranks resident); ``reserve_sms``: SMs left free."""
     if options:
         raise UsageError(f"unknown option {next(iter(options))!r} of the virtual backend", rule="backend-option")
     from .cuda_runtime import CudaRuntime
 
-    return VirtualBackend(ranks, CudaRuntime(device), ctas)
+    return VirtualBackend(ranks, CudaRuntime(device), ctas, reserve_sms)
 
 
 class VirtualBackend(Backend):
@@ -39,11 +40,10 @@ class VirtualBackend(Backend):
 
     name = "virtual"
 
-    def __init__(self, ranks: int, cuda: Any, ctas: int | None = None) -> None:
+    def __init__(self, ranks: int, cuda: Any, ctas: int | None = None, reserve_sms: int = 0) -> None:
         self.cuda, self.gpu = cuda, cuda.gpu
         self.ranks, self.local_ranks = ranks, tuple(range(ranks))
-        self.max_ctas_per_rank = ctas_per_rank(self.gpu.sms, ranks, ctas)
-        self.where = f"virtual({ranks} on 1x{self.gpu.name})"
+        self.use_share(f"virtual({ranks} on 1x{self.gpu.name})", SmShare(self.gpu.sms, ranks, reserve_sms, ctas))
         if cuda.few_queues and ranks > DEFAULT_QUEUES:
             raise UsageError(
                 f"{ranks} ranks need {ranks} hardware queues, and this process made its CUDA context with {DEFAULT_QUEUES}",
@@ -114,12 +114,11 @@ class VirtualBackend(Backend):
             raise UsageError(f"{config.name()} with {kernel.smem_bytes} bytes of shared memory and {config.threads} threads does "
                              f"not fit on one SM of {self.gpu.name}", rule="co-residency")  # fmt: skip
         if config.cluster > 1:
-            fit = self.cuda.resident_clusters(kernel.handle, config.cluster, config.threads, kernel.smem_bytes, grid) // ranks
-            if fit < 1:
-                raise UsageError(f"{ranks} ranks of clusters of {config.cluster} cannot all be resident on {self.gpu.name}",
+            fit = self.cuda.resident_clusters(kernel.handle, config.cluster, config.threads, kernel.smem_bytes, grid)
+            if self.share.clusters(fit) < 1:
+                raise UsageError(f"{ranks} ranks of clusters of {config.cluster} cannot all be resident on {self.where}",
                                  rule="co-residency")  # fmt: skip
-            # GPCs with an odd number of SMs leave one unused, so fewer clusters fit than the SM count suggests.
-            self.max_ctas_per_rank = min(self.max_ctas_per_rank, fit * config.cluster)
+            self.fit_clusters(config.cluster, fit)
 
     # ---- running ----
 
@@ -226,19 +225,6 @@ class VirtualBackend(Backend):
             self.cuda.close()
             self._faults = 0
             self._broken = "it was closed"
-
-
-def ctas_per_rank(sms: int, ranks: int, wanted: int | None = None) -> int:
-    """CTAs each of ``ranks`` ranks may launch when every CTA has an SM to itself; UsageError when there is none."""
-    fits = grid_ctas(KernelConfig(), ranks, sms)
-    if fits < 1:
-        raise UsageError(f"{ranks} ranks cannot be resident at once on {sms} SMs (one CTA each at least): at most {sms} ranks",
-                         rule="co-residency")  # fmt: skip
-    if wanted is None:
-        return fits
-    if wanted < 1 or wanted > fits:
-        raise UsageError(f"{wanted} CTAs per rank: {ranks} ranks on {sms} SMs leave 1..{fits} for each", rule="co-residency")
-    return wanted
 
 
 assert FAULT_BYTES <= _FAULT_STRIDE

@@ -65,9 +65,10 @@ class Row:
 
 
 class Bench:
-    """One GPU, one rank; weights of a shape are made once and shared by all contenders. ``against``: their names."""
+    """One GPU, one rank; weights of a shape are made once and shared by all contenders. ``against``: their names.
+    ``reserve_sms``: SMs that our grid leaves free."""
 
-    def __init__(self, shape: Shape, seed: int = 0, against: Sequence[str] = ()) -> None:
+    def __init__(self, shape: Shape, seed: int = 0, against: Sequence[str] = (), reserve_sms: int = 0) -> None:
         from ..backends.virtual import open_backend
         from ..inputs import make_weights
         from .cuda_device import CudaDevice
@@ -75,7 +76,7 @@ class Bench:
         from .rivals import open_rivals
 
         self.shape, self.seed = shape, seed
-        self.backend = open_backend(1)
+        self.backend = open_backend(1, reserve_sms=reserve_sms)
         self.device: Any = CudaDevice()
         self.where_tensors = "cuda"
         with self.device.using():  # everything on one stream: nothing overtakes what it reads

@@ -141,6 +141,12 @@ def json_option(function: Callable[..., Any]) -> Callable[..., Any]:
                         help="Print one JSON document on stdout.")(function)
 
 
+def reserve_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds ``--reserve-sms``. The command gets it as ``reserve_sms``."""
+    return click.option("--reserve-sms", type=click.IntRange(0), default=0, show_default=True, metavar="N",
+                        help="SMs of each GPU that the grid leaves free, so that a kernel beside it cannot hang it.")(function)
+
+
 def table_option(function: Callable[..., Any]) -> Callable[..., Any]:
     """Adds ``--table``: where a configuration comes from when none is given. The command gets it as ``table``."""
     return click.option("--table", default="auto", show_default=True, metavar="auto|none|FILE",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from megamoe_cli.cli.app import App, json_option, table_option
+from megamoe_cli.cli.app import App, json_option, reserve_option, table_option
 from megamoe_cli.config import KernelConfig
 from megamoe_cli.errors import ExitCode, UsageError
 from megamoe_cli.shapes import Shape, parse_shape
@@ -63,6 +63,7 @@ def requests_of(values: Mapping[str, Any]) -> list[BuildRequest]:
 @click.option("--against", metavar="NAMES", help="Time others beside it, launch by launch: peer, unfused, unfused-peer, config:KEY=VAL+KEY=VAL.")
 @click.option("--config", "config_text", default="", help="KEY=VAL,... of the kernel configuration.")
 @table_option
+@reserve_option
 @click.option("--samples", default=12, show_default=True, type=click.IntRange(3), help="Timed launches, each with routing of its own.")
 @click.option("--times", default="kernel,cold,in_a_row,graph", show_default=True, help="What to time; kernel must be among them.")
 @click.option("--protocol-cost", "cost_ranks", metavar="RANKS",
@@ -107,10 +108,11 @@ def bench_command(app: App, **values: Any) -> int:
         raise UsageError(f"--rounds {rounds}: a baseline needs at least {bench_gate.MIN_ROUNDS}, to see how far rounds differ", rule="rounds")
     if asked.against and (gated or rounds > 1):
         raise UsageError("--against does not go with a baseline or several rounds: its samples are pairs already", rule="against")
+    check_reserve(values["reserve_sms"], asked.against)
     asked.check_rivals(app)
     app.started("bench")
     run = _Measured(app, config, values["samples"], values["seed"], rounds, baseline, limit if limit is not None else 0.03)
-    run.table, run.asked = values["table"], asked
+    run.table, run.asked, run.reserve = values["table"], asked, values["reserve_sms"]
     for name in asked.sizes:
         run.shape(name, asked.shapes[name], asked.sizes[name])
         if run.lost:
@@ -193,6 +195,19 @@ def parse_counts(text: str, option: str) -> list[int]:
         raise UsageError(f"{option} takes positive counts like 2,8, not {text!r}", rule="counts") from None
 
 
+def check_reserve(reserve: int, against: tuple[str, ...]) -> None:
+    """UsageError when the GPU has not so many SMs to spare, or beside a contender that spares none."""
+    from megamoe_cli.backends import sm_share
+    from megamoe_cli.backends.driver import visible_gpus
+    from megamoe_cli.bench.rivals import OWN
+
+    others = [name for name in against if not name.startswith(OWN)]
+    if reserve and others:
+        raise UsageError(f"{others[0]} uses every SM, so with --reserve-sms {reserve} its times do not compare with ours", rule="against")
+    gpus = visible_gpus() if reserve else []
+    sm_share.check_reserve(reserve, gpus[0].sms if gpus else None)
+
+
 def _on_a_gpu() -> None:
     """Without a GPU that is what the answer must name first."""
     from megamoe_cli.backends.driver import visible_gpus
@@ -207,6 +222,8 @@ def _protocol_cost(app: App, values: Mapping[str, Any]) -> int:
     from megamoe_cli.bench import protocol_cost
     from megamoe_cli.report import bench_table
 
+    if values["reserve_sms"]:
+        raise UsageError(f"--protocol-cost gives both sides {protocol_cost.SMS} SMs: no --reserve-sms with it", rule="protocol-cost")
     if values["against"] or values["row_set"] or values["limit_text"] or values["save_baseline"] or values["baseline"]:
         raise UsageError("--protocol-cost compares our kernel with itself: no --against, --rows or baseline with it", rule="protocol-cost")
     ranks = parse_counts(values["cost_ranks"], "--protocol-cost")
@@ -247,6 +264,7 @@ class _Measured:
     """Rows as they come. With a baseline every row is judged, and measured further while it is unclear."""
 
     table = "auto"  # who picks the configuration of each size when none was given
+    reserve = 0  # SMs left free
     asked: Asked
     lost = False  # a contender took the device down with it
 
@@ -263,8 +281,9 @@ class _Measured:
     def shape(self, name: str, shape: Shape, sizes: list[int]) -> None:
         from megamoe_cli.bench import Bench
 
-        against = {"against": self.asked.against} if self.asked.against else {}
-        bench, self.running = Bench(shape, self.seed, **against), shape
+        more: dict[str, Any] = {"against": self.asked.against} if self.asked.against else {}
+        more |= {"reserve_sms": self.reserve} if self.reserve else {}
+        bench, self.running = Bench(shape, self.seed, **more), shape
         self.where = bench.backend.where
         try:
             # Rounds go over all sizes in turn, so that a slow minute of the machine does not hit one size alone.
@@ -356,7 +375,7 @@ def _finish(app: App, run: _Measured, same: dict[str, Any], save: Path | None, l
     code = exit_code_of(j.verdict for j in run.judged) if limit is not None else int(ExitCode.DONE)
     code = int(ExitCode.NO) if run.failed else code
     sums = bench_table.summary(run.rows, run.asked.against)
-    document = {"schema": SCHEMA, "where": run.where, "rows": run.rows, "failed": run.failed, "against": sums,
+    document = {"schema": SCHEMA, "where": run.where, "reserve_sms": run.reserve, "rows": run.rows, "failed": run.failed, "against": sums,
                 "gate": [j.to_dict() for j in run.judged], "limit": limit, "exit_code": code}  # fmt: skip
     _record(app, document)
     if save is not None:

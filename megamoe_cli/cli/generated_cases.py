@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from megamoe_cli import sanitize, testplan
@@ -15,13 +16,23 @@ from megamoe_cli.testplan import Case
 SWEEP_OPTIONS = ("ranks", "tokens", "tokens_per_rank", "capacity", "shape", "routing", "clamp", "repeat")
 
 
+# Flags of case options that these plans choose as well.
+_CHOSEN = tuple(name for name in sanitize.FLAGS if name != "reserve_sms")
+
+
+def reserving(values: Mapping[str, Any], cases: list[Case]) -> list[Case]:
+    """The cases with ``--reserve-sms`` as an option, unless it is 0 or a case has one of its own."""
+    reserve = values["reserve_sms"]
+    return [replace(case, options={"reserve_sms": reserve, **case.options}) for case in cases] if reserve else cases
+
+
 def campaign(values: Mapping[str, Any], flags: set[str]) -> list[Case]:
     """The cases of ``--sanitize --campaign N``. ``flags``: parameters given on the command line."""
     from megamoe_cli import seed_campaign
 
     if not values["sanitize"]:
         raise UsageError("--campaign is a part of --sanitize")
-    extra = [name for name in (*SWEEP_OPTIONS, "block_m", "config", "policy", "seeds", "case_ids", *sanitize.FLAGS) if name in flags]
+    extra = [name for name in (*SWEEP_OPTIONS, "block_m", "config", "policy", "seeds", "case_ids", *_CHOSEN) if name in flags]
     if extra:
         raise UsageError(f"--campaign chooses sizes, configurations and schedules; leave out --{extra[0].replace('_', '-')}")
     phases = names(values["phase"], testplan.phase_names(), "phase")
@@ -35,7 +46,7 @@ def policies(values: dict[str, Any], flags: set[str], app: App,
     from megamoe_cli import policy_plan
 
     fixed = [name for name in SWEEP_OPTIONS if name != "ranks"]
-    extra = [name for name in (*fixed, "block_m", "config", "seeds", "case_ids", "sanitize", *sanitize.FLAGS) if name in flags]
+    extra = [name for name in (*fixed, "block_m", "config", "seeds", "case_ids", "sanitize", *_CHOSEN) if name in flags]
     if extra:
         raise UsageError(f"--policy chooses sizes and configurations; leave out --{extra[0].replace('_', '-')}")
     ranks = integers(values["ranks"], "--ranks") if "ranks" in flags else policy_plan.RANKS

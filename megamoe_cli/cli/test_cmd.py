@@ -13,7 +13,7 @@ import click
 
 from megamoe_cli import sanitize, testplan
 from megamoe_cli.cli import generated_cases
-from megamoe_cli.cli.app import App, json_option, table_option, verbosity_options
+from megamoe_cli.cli.app import App, json_option, reserve_option, table_option, verbosity_options
 from megamoe_cli.config import KernelConfig
 from megamoe_cli.errors import ExitCode, UsageError
 from megamoe_cli.plan_values import parse_options
@@ -55,6 +55,7 @@ _DEFAULT = Request()
               help="Emulator: when copies and WGMMA complete: eager, random, lazy, or mixed.")
 @click.option("--skew", multiple=True, metavar="KIND:RANK",
               help="Emulator: late:R, slow:R or stop:R (dies); R may be 'any', @N sets the amount; repeatable.")
+@reserve_option
 @click.option("--resident-ctas", type=click.IntRange(1), metavar="N",
               help="Emulator: CTAs of a rank that can be on the device at once, as if another kernel held the rest.")
 @click.option("--vary-tokens", is_flag=True, help="Each launch in a row has other token counts, zero on some ranks.")
@@ -111,9 +112,10 @@ def selected_cases(ctx: click.Context, values: dict[str, Any]) -> list[Case]:
         raise UsageError("--tokens and --tokens-per-rank exclude each other")
     values["backend"] = sanitize.check_backend(values)
     if values["campaign"]:
-        return testplan.select(generated_cases.campaign(values, flags), values["filters"])
+        return testplan.select(generated_cases.reserving(values, generated_cases.campaign(values, flags)), values["filters"])
     if values["policy"]:
-        return testplan.select(generated_cases.policies(values, flags, ctx.find_object(App) or App(), check_case_options), values["filters"])
+        cases = generated_cases.policies(values, flags, ctx.find_object(App) or App(), check_case_options)
+        return testplan.select(generated_cases.reserving(values, cases), values["filters"])
     request = Request(
         **{name: values[name] for name in ("ranks", "phase", "tokens", "tokens_per_rank", "capacity", "shape", "block_m",
                                            "config", "routing", "clamp", "seed", "seeds", "repeat", "backend")},
@@ -127,6 +129,7 @@ def selected_cases(ctx: click.Context, values: dict[str, Any]) -> list[Case]:
         cases = testplan.named(request, values["case_ids"])
     else:
         cases = testplan.expand(request)
+    cases = generated_cases.reserving(values, cases)
     check_case_options(cases, dict.fromkeys((case.ranks for case in cases), values["backend"]))
     return testplan.select(cases, values["filters"])
 
@@ -186,6 +189,7 @@ def preflight(cases: Sequence[Case], backend: str) -> dict[int, Any]:
     from megamoe_cli import config as kernel_config
     from megamoe_cli.backends.driver import visible_gpus
     from megamoe_cli.backends.picking import pick
+    from megamoe_cli.backends.sm_share import check_case
 
     gpus = [] if backend == "emulator" else list(visible_gpus())
     hopper = [gpu for gpu in gpus if gpu.is_sm90]
@@ -194,6 +198,8 @@ def preflight(cases: Sequence[Case], backend: str) -> dict[int, Any]:
         if choices[case.ranks].name == "virtual":
             kernel_config.require(case.config, case.problem.shape, case.ranks, sms=hopper[0].sms)
     check_case_options(cases, {ranks: choice.name for ranks, choice in choices.items()})
+    for case in cases:
+        check_case(choices[case.ranks].name, case.ranks, case.config, case.options, hopper)
     return choices
 
 

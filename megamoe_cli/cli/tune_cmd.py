@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from megamoe_cli.cli.app import App, json_option, verbosity_options
+from megamoe_cli.cli.app import App, json_option, reserve_option, verbosity_options
 from megamoe_cli.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ SCHEMA = "megamoe.tune/1"
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 # What a plan fixes; --resume continues it and takes none of these.
 _PLANNED = ("shape", "ranks", "rank_of", "tokens", "holdout", "routing", "backend", "space", "strategy", "incumbent", "seed", "sms",
-            "static", "fake", "min_gain", "tolerance", "max_slowdown", "rounds")
+            "reserve_sms", "static", "fake", "min_gain", "tolerance", "max_slowdown", "rounds")
 
 
 @click.command("tune", short_help="Find the fastest configuration for each load; write a table.")
@@ -44,6 +44,7 @@ _PLANNED = ("shape", "ranks", "rank_of", "tokens", "holdout", "routing", "backen
               help="With --build-only: put the kernels there too; else: take them from there (what is missing is compiled).")
 @click.option("--static", is_flag=True, help="Compile and rank by a model, as without a GPU.")
 @click.option("--sms", type=click.IntRange(1), metavar="N", help="SMs of the GPU that is assumed without one (default: 132).")
+@reserve_option
 @click.option("--min-gain", default="1%", show_default=True, metavar="P", help="The least gain worth another configuration.")
 @click.option("--tolerance", default="2%", show_default=True, metavar="P", help="Configurations this close to the best are equally good.")
 @click.option("--max-slowdown", default="3%", show_default=True, metavar="P", help="Allowed on a held-out size.")
@@ -118,7 +119,7 @@ def request_of(values: dict[str, Any]) -> Request:
         shape, ranks[0], integers(values["tokens"], "--tokens", 1) if values["tokens"] else (),
         integers(values["holdout"], "--holdout", 1) if values["holdout"] else (), routing[0], values["backend"], values["space"],
         _choices(values["config"]), values["strategy"], values["incumbent"], values["seed"], values["sms"], values["static"],
-        str(Path(values["fake"]).resolve()) if values["fake"] else "", _settings(values))
+        str(Path(values["fake"]).resolve()) if values["fake"] else "", _settings(values), values["reserve_sms"])
 
 
 def _choices(texts: tuple[str, ...]) -> list[Any]:
@@ -152,8 +153,8 @@ def _fraction(text: str, option: str) -> float:
 
 
 def _headline(plan: Plan, static: bool = False) -> str:
-    where = f"no GPU: compiling, and a model for {plan.machine.sms} SMs" if static else \
-        f"{plan.machine.backend} on {plan.machine.name} ({plan.machine.sms} SMs)"
+    sms = f"{plan.machine.sms} SMs" + (f", {plan.reserve_sms} reserved" if plan.reserve_sms else "")
+    where = f"no GPU: compiling, and a model for {sms}" if static else f"{plan.machine.backend} on {plan.machine.name} ({sms})"
     return (f"tuning {plan.shape.name} on {plan.ranks} rank{'s' if plan.ranks > 1 else ''}, {where}: {len(plan.candidates)} candidates, "
             f"{len(plan.sizes)} sizes from {plan.sizes[0]} to {plan.sizes[-1]} tokens, incumbent from {plan.incumbent_from}, seed {plan.seed}")
 

@@ -240,4 +240,4 @@ def test_near_misses(megamoe, fake, args, text) -> None:
 
 
 def test_help_says_what_block_m_is(megamoe) -> None:
-    assert "(default: 128)" in megamoe("test", "--help").out.partition("--block-m")[2].partition("--config")[0]
+    assert "(default: 128)" in " ".join(megamoe("test", "--help").out.partition("--block-m")[2].partition("--config")[0].split())

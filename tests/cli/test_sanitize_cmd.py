@@ -54,9 +54,9 @@ def test_refusals_come_before_anything_starts(megamoe, fake, words: tuple[str, .
 
 
 def test_the_campaign_replaces_sizes(megamoe, fake) -> None:
-    answer = megamoe(*RUN, "--sanitize", "--campaign", "40", "--phase", "l1,combine")
-    assert answer.code == 0 and len(fake.cases) == 40 and {case["phase"] for case in fake.cases} == {"l1", "combine"}
-    assert all(case["options"]["races"] for case in fake.cases) and len({case["seed"] for case in fake.cases}) == 40
+    answer = megamoe(*RUN, "--sanitize", "--campaign", "64", "--phase", "l1,combine")
+    assert answer.code == 0 and len(fake.cases) == 64 and {case["phase"] for case in fake.cases} == {"l1", "combine"}
+    assert all(case["options"]["races"] for case in fake.cases) and len({case["seed"] for case in fake.cases}) == 64
 
 
 def failing(case: dict) -> dict:

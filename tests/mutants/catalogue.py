@@ -108,7 +108,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(508, "epilogues", EPI2, "row >= tile.valid()", "row > tile.valid()", "one row past the block's end is sent"),
     Mutant(509, "epilogues", EPI2, "static_cast<u64>(slot) * p.capacity + token", "static_cast<u64>(slot) * p.num_tokens + token", "wrong combine slot"),
     Mutant(510, "epilogues", EPI2, "column < columns", "true", "columns past H are stored", cases=("overhang",)),
-    Mutant(511, "epilogues", EPI2, "r * Shape::kUnitRows >= tile.valid()", "r * Shape::kUnitRows + 1 >= tile.valid()", "a lone row in the second half is dropped", cases=("tall",)),
+    Mutant(511, "epilogues", EPI2, "me.warp_has(r, tile.valid())", "me.warp_has(r, tile.valid() - 1)", "a lone row in the second half is dropped", cases=("tall",)),
     Mutant(512, "epilogues", LOOP, "(tile.n * C::kBlockN + me.column(0)) / 128", "tile.n * C::kBlockN / 128", "both warpgroups take the first column scale"),
     Mutant(513, "epilogues", LOOP, "me.has(r, tile.valid())", "me.has(r, tile.valid() - 1)", "a lone row in the second half is not computed", cases=("tall",)),
 

@@ -20,7 +20,7 @@ from megamoe_cli.shapes import NAMED_SHAPES, Shape
 
 FLASH = NAMED_SHAPES["flash"]
 LEGAL = combinations.enumerate_all(shape=FLASH, ranks=8).legal
-RULES = {"policy-tile", "policy-order", "accumulators", "shared-memory", "register-budget", "warpgroup-registers", "setmaxnreg"}
+RULES = {"policy-tile", "policy-order", "accumulators", "shared-memory", "register-budget", "warpgroup-registers", "setmaxnreg", "compiler-spill"}
 shapes = st.builds(Shape, hidden=st.integers(1, 64).map(lambda n: 128 * n), intermediate=st.integers(1, 32).map(lambda n: 128 * n),
                    experts=st.integers(1, 48).map(lambda n: 8 * n), topk=st.integers(1, 8))  # fmt: skip
 

@@ -53,6 +53,7 @@ FLASH = NAMED_SHAPES["flash"]
     ("math_threads=128,block_n=128", "accumulators"),
     ("frontend=standard", "accumulators"),
     ("stages=5", "shared-memory"),
+    ("promotion=rescale,block_n=128,split=n,frontend=standard,cluster=2", "compiler-spill"),
     ("stages=4,promotion=rescale", "shared-memory"),  # the carry needs a stage's worth
 ])
 def test_each_rule_by_name(text, rule):

@@ -32,6 +32,11 @@ void mbarrier_complete_tx(Cta& cta, u32 offset, u32 bytes, u32 agent, u32 epoch,
 
 // 64 x n += 64 x 32 times (n x 32)^T on decoded e4m3 values, accumulated in FP32 in ascending k.
 void gemm_m64k32(float* acc, const float* a, const float* b_transposed, u32 n);
+// The same as the tensor core does it: products and accumulator lose, toward zero, what lies more than `bits` bits (1 to
+// 23) below the largest exponent among them, then they are added exactly and cut to FP32.
+void gemm_m64k32_truncated(float* acc, const float* a, const float* b_transposed, u32 n, u32 bits);
+float sum_k32_truncated(float acc, const float* a, const float* b, u32 step, u32 bits);  // one element; b[k * step]
+constexpr u32 kMostSumBits = 23;
 extern const float* const kE4m3Values;  // [256]
 
 // Race check of an asynchronous access (no-op when off).

@@ -8,6 +8,7 @@
 #include <mutex>
 #include <stdexcept>
 
+#include "async.h"
 #include "engine.h"
 #include "faults.h"
 
@@ -16,7 +17,7 @@ using namespace megamoe::emu;
 
 namespace {
 
-constexpr unsigned kApiVersion = 2;
+constexpr unsigned kApiVersion = 3;
 
 thread_local std::string g_error;
 std::mutex g_run_mutex;  // one run at a time: the running thread and engine are globals
@@ -193,6 +194,7 @@ int mm_emu_run(void* program, const mm_emu_options* options) {
     Engine engine(g_stacks);
     Options& o = engine.options;
     if (options->schedule > 2 || options->completion > 2) return fail("unknown schedule or completion");
+    if (options->fp8_sum_bits > kMostSumBits) return fail(format("fp8_sum_bits %u is outside 0..%u", options->fp8_sum_bits, kMostSumBits));
     o.seed = options->seed;
     o.schedule = static_cast<Schedule>(options->schedule);
     o.completion = static_cast<Completion>(options->completion);
@@ -203,6 +205,7 @@ int mm_emu_run(void* program, const mm_emu_options* options) {
     o.max_findings = options->max_findings == 0 ? 32 : options->max_findings;
     o.max_slices = options->max_slices;
     o.mutant = options->mutant;
+    o.fp8_sum_bits = options->fp8_sum_bits;
     if (options->jump_ns != 0) engine.first_jump_ns_ = engine.jump_ns_ = options->jump_ns;
     o.wall_limit_s = options->wall_limit_s;
     p->findings.clear();

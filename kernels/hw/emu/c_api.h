@@ -23,6 +23,7 @@ struct mm_emu_options {
     megamoe::u32 resident_ctas;  // per rank; 0 = all
     megamoe::u32 max_findings;
     megamoe::u32 mutant;         // the fault hw::mutant() switches on; 0 = none
+    megamoe::u32 fp8_sum_bits;   // 0 = FP8 products summed in FP32; 1 to 23: truncated as on the tensor core (13 there)
     megamoe::u64 max_slices;     // 0 = no limit
     megamoe::u64 jump_ns;        // first jump of the clock when nothing can run; 0 = 1 s
     double wall_limit_s;         // 0 = no limit

@@ -247,6 +247,7 @@ struct Options {
     u32 max_findings = 32;
     u64 max_slices = 0;     // 0 = no limit
     u32 mutant = 0;
+    u32 fp8_sum_bits = 0;   // 0 = exact FP32 sums; else what a K=32 step keeps below its largest exponent
     double wall_limit_s = 0;
 };
 

@@ -23,7 +23,8 @@ const char* name_of(WarpOp op) {
     }
 }
 
-// m16n8k32, every lane's share (hw/sm90/wgmma.cuh says which): products are exact, sums in FP32 with ascending k.
+// m16n8k32, every lane's share (hw/sm90/wgmma.cuh says which): products are exact, sums in FP32 with ascending k (or
+// truncated, as those of wgmma).
 void multiply(Warp& w) {
     Thread* lanes = &w.cta->threads[w.index * 32];
     const auto value = [&](u32 row, u32 k, bool left) {
@@ -31,6 +32,7 @@ void multiply(Warp& w) {
         const u32 word = left ? words[(k / 16) * 2 + row / 8] : words[4 + k / 16];
         return kE4m3Values[word >> (8 * (k % 4)) & 0xffu];
     };
+    const u32 bits = g_engine->options.fp8_sum_bits;
     f32 a[16][32], b[8][32];
     for (u32 row = 0; row < 16; ++row)
         for (u32 k = 0; k < 32; ++k) a[row][k] = value(row, k, true);
@@ -39,7 +41,9 @@ void multiply(Warp& w) {
     for (u32 lane = 0; lane < 32; ++lane)
         for (u32 i = 0; i < 4; ++i) {
             f32 sum = lanes[lane].mma_sum[i];
-            for (u32 k = 0; k < 32; ++k) sum += a[lane / 4 + i / 2 * 8][k] * b[lane % 4 * 2 + i % 2][k];
+            const f32 *left = a[lane / 4 + i / 2 * 8], *right = b[lane % 4 * 2 + i % 2];
+            if (bits != 0) sum = sum_k32_truncated(sum, left, right, 1, bits);
+            else for (u32 k = 0; k < 32; ++k) sum += left[k] * right[k];
             lanes[lane].mma_sum[i] = sum;
         }
 }

@@ -127,7 +127,8 @@ void execute(Warpgroup& wg, MmaEntry& entry) {
     load_operand(cta, entry.desc_a, 64, a, false);
     load_operand(cta, entry.desc_b, entry.n, b, true);
     if (!entry.accumulate) std::fill(entry.acc->tile.begin(), entry.acc->tile.end(), 0.0f);
-    gemm_m64k32(entry.acc->tile.data(), a, b, entry.n);
+    if (e.options.fp8_sum_bits == 0) gemm_m64k32(entry.acc->tile.data(), a, b, entry.n);
+    else gemm_m64k32_truncated(entry.acc->tile.data(), a, b, entry.n, e.options.fp8_sum_bits);
 }
 
 // Hands thread t its fragment and detaches it from the accumulator.

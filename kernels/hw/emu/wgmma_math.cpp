@@ -1,5 +1,7 @@
 // The arithmetic of wgmma m64nNk32 e4m3 on host vectors. A product of two e4m3 values is exact in FP32, so fused
 // and separate multiply-adds agree and every host gives the same bits.
+#include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "async.h"
@@ -63,6 +65,34 @@ void gemm_m64k32(float* acc, const float* a, const float* b, u32 n) {
     }
 #endif
     multiply(acc, a, b, n);
+}
+
+float sum_k32_truncated(float acc, const float* a, const float* b, u32 step, u32 bits) {
+    float term[33];
+    term[32] = acc;
+    float largest = std::fabs(acc), plain = acc;
+    for (u32 k = 0; k < 32; ++k) {
+        term[k] = a[k] * b[k * step];
+        largest = std::max(largest, std::fabs(term[k]));
+        plain += term[k];
+    }
+    if (!std::isfinite(plain) || largest == 0.0f) return plain;  // NaN and infinity have no bits to keep
+    // Powers of two and integers below 2^24: everything up to the last line is exact.
+    const int unit = std::ilogb(largest) - static_cast<int>(bits);
+    const double up = std::ldexp(1.0, -unit);
+    i64 total = 0;
+    for (const float t : term) total += static_cast<i64>(static_cast<double>(t) * up);  // a cast drops the fraction
+    u64 size = static_cast<u64>(total < 0 ? -total : total);
+    u32 drop = 0;  // what FP32 cannot hold goes too, toward zero as the rest
+    while (size >> drop >> 24) ++drop;
+    size = size >> drop << drop;
+    return static_cast<float>(std::copysign(std::ldexp(static_cast<double>(size), unit), static_cast<double>(total)));
+}
+
+void gemm_m64k32_truncated(float* acc, const float* a, const float* b, u32 n, u32 bits) {
+    for (u32 row = 0; row < 64; ++row)
+        for (u32 column = 0; column < n; ++column)
+            acc[row * n + column] = sum_k32_truncated(acc[row * n + column], a + row * 32, b + column, n, bits);
 }
 
 }  // namespace megamoe::emu

@@ -1,0 +1,53 @@
+"""Registers per role, found by compiling with every NVRTC in use, and the configurations that no plan saves from spilling.
+No torch, no cupy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megamoe_cli.config import KernelConfig
+
+# Registers a math thread needs beside its accumulators (addresses, scales, loop state). 128x256 classic
+# holds 192 accumulators: 224 registers compile without a spill, 208 cannot.
+MATH_OVERHEAD = 24
+
+
+def planned_registers(config: KernelConfig) -> tuple[int, int, int]:
+    """The plan table: registers per thread of (dispatch, TMA, math) for a frontend and a tile.
+
+    Found by compiling: the smallest counts without a spill in any role (docs/measured.md). Sums: compact 60,416, and
+    64,512 where the tile holds 192 accumulators; standard 63,488.
+    """
+    # Rescaling two row units at BLOCK_N 128: NVRTC 13.0 needs more for the L1 epilogue than 13.5.
+    pressed = config.promotion == "rescale" and (config.block_m, config.block_n, config.m_splits) == (128, 128, 1)
+    if config.math_threads == 128:  # one warpgroup may have nearly all it can name, and the others are not pressed
+        return (80, 80 if config.frontend == "compact" else 56, 256 if pressed else 248)
+    if config.frontend == "standard":
+        return (56, 56, 192) if config.accumulators + MATH_OVERHEAD <= 192 else (48, 40, 208)
+    if config.accumulators + MATH_OVERHEAD > 208 or pressed:
+        return (56, 56, 224)
+    return (56, 56, 208)
+
+
+def ring_order(config: KernelConfig, ring: int) -> tuple[int, int]:
+    """(lag, unit_blocks) of a launch whose activation pool is a ring of ``ring`` rows.
+
+    An L1 tile waits for rows whose places are free once the L2 tiles of the rows ``ring`` before them are done; those
+    must come earlier in the order, or nothing would ever move. They do when the ring holds lag + 1 units, each at most
+    ``unit_blocks`` row blocks, in segments of 128 rows. So a small ring shortens the lag, then the units.
+    """
+    block = config.block_m * config.cluster
+    unit_blocks = max(1, min(config.unit_blocks, ring // 2 // block))
+    span = -(-unit_blocks * block // 128) * 128
+    if ring < span:
+        raise UsageError(f"a ring of {ring} rows does not hold one unit of {span} rows", rule="ring")
+    return min(config.lag, ring // span - 1), unit_blocks
+
+
+def compiler_spills(c: KernelConfig) -> Iterator[tuple[str, str]]:
+    """What the arithmetic allows and a compiler in use spills with every plan there is (docs/measured.md)."""
+    if (c.promotion, c.block_m, c.block_n, c.m_splits, c.math_warpgroups, c.frontend, c.cluster) == ("rescale", 128, 128, 1, 2, "standard", 2):
+        yield "compiler-spill", ("NVRTC 13.0 spills in the L1 epilogue of rescale at 128x128 cut along N, in clusters of two with the standard "
+                                 "frontend: it needs 224 math registers, and 512 threads own at most 208; use frontend=compact or split=m")
