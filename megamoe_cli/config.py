@@ -222,6 +222,21 @@ _NAME_EXTRAS = {"block_k": "k", "math_threads": "t", "order": "", "split": "spli
 _DEFAULT = KernelConfig()
 
 
+def ring_order(config: KernelConfig, ring: int) -> tuple[int, int]:
+    """(lag, unit_blocks) of a launch whose activation pool is a ring of ``ring`` rows.
+
+    An L1 tile waits for rows whose places are free once the L2 tiles of the rows ``ring`` before them are done; those
+    must come earlier in the order, or nothing would ever move. They do when the ring holds lag + 1 units, each at most
+    ``unit_blocks`` row blocks, in segments of 128 rows. So a small ring shortens the lag, then the units.
+    """
+    block = config.block_m * config.cluster
+    unit_blocks = max(1, min(config.unit_blocks, ring // 2 // block))
+    span = -(-unit_blocks * block // 128) * 128
+    if ring < span:
+        raise UsageError(f"a ring of {ring} rows does not hold one unit of {span} rows", rule="ring")
+    return min(config.lag, ring // span - 1), unit_blocks
+
+
 def grid_ctas(config: KernelConfig, ranks: int, sms: int) -> int:
     """CTAs each of ``ranks`` virtual ranks may launch on a device of ``sms`` SMs (0: they do not fit)."""
     return sms // ranks // config.cluster * config.cluster

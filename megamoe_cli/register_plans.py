@@ -31,21 +31,6 @@ def planned_registers(config: KernelConfig) -> tuple[int, int, int]:
     return (56, 56, 208)
 
 
-def ring_order(config: KernelConfig, ring: int) -> tuple[int, int]:
-    """(lag, unit_blocks) of a launch whose activation pool is a ring of ``ring`` rows.
-
-    An L1 tile waits for rows whose places are free once the L2 tiles of the rows ``ring`` before them are done; those
-    must come earlier in the order, or nothing would ever move. They do when the ring holds lag + 1 units, each at most
-    ``unit_blocks`` row blocks, in segments of 128 rows. So a small ring shortens the lag, then the units.
-    """
-    block = config.block_m * config.cluster
-    unit_blocks = max(1, min(config.unit_blocks, ring // 2 // block))
-    span = -(-unit_blocks * block // 128) * 128
-    if ring < span:
-        raise UsageError(f"a ring of {ring} rows does not hold one unit of {span} rows", rule="ring")
-    return min(config.lag, ring // span - 1), unit_blocks
-
-
 def compiler_spills(c: KernelConfig) -> Iterator[tuple[str, str]]:
     """What the arithmetic allows and a compiler in use spills with every plan there is (docs/measured.md)."""
     if (c.promotion, c.block_m, c.block_n, c.m_splits, c.math_warpgroups, c.frontend, c.cluster) == ("rescale", 128, 128, 1, 2, "standard", 2):

@@ -29,7 +29,10 @@ if __name__ == "__main__":  # the tree it came with, not the folder it lies in
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from megamoe_cli.processes import TOKEN, token_pids  # noqa: E402
-from megamoe_cli.remote.far_jobs import NOT_STARTED, Job, all_jobs, host_facts, prune, say, stamps  # noqa: E402
+from megamoe_cli.remote.far_input import ENDED, WANTED, Client  # noqa: E402
+from megamoe_cli.remote.far_jobs import (  # noqa: E402
+    NOT_STARTED, Job, all_jobs, host_facts, private_variables, prune, say, stamps,
+)
 from megamoe_cli.remote.far_processes import birth, children, descendants, kill_all, send, token_of, tokens_below  # noqa: E402
 
 _SUBREAPER, _PARENT_DEATH_SIGNAL = 36, 1  # prctl: adopt orphans below us; a signal when our parent dies
@@ -51,21 +54,18 @@ class Stop:
         self.reason = self.reason or f"signal {signal.Signals(number).name}"
 
 
-def watch_client(stop, child, silence_s, buffer):
-    """Reads what the client sends: ``.`` alive, ``i`` interrupt, ``t`` stop. End of file: it is gone."""
-    ready, _, _ = select.select([0], [], [], _TICK_S)
-    if not ready:
-        if silence_s and time.monotonic() - buffer["heard"] > silence_s:
-            stop.reason = stop.reason or f"no sign of life from the client for {silence_s:g} s"
-        return
-    data = os.read(0, 4096)
-    buffer["heard"] = time.monotonic()
-    if not data:
+def watch_client(stop, child, silence_s, client):
+    """Does what the client wants, and notices when it is gone or silent."""
+    wishes = client.listen(_TICK_S)
+    if wishes is None:
         stop.reason = stop.reason or "the client is gone"
-    for _ in range(data.count(b"i")):
+        return
+    if silence_s and time.monotonic() - client.heard > silence_s:
+        stop.reason = stop.reason or f"no sign of life from the client for {silence_s:g} s"
+    for _ in range(wishes.count(b"i")):
         for pid in children(child.pid):  # not to timeout(1): a signal starts its clock for SIGKILL
             send(pid, signal.SIGINT)
-    if b"t" in data:
+    if b"t" in wishes:
         stop.reason = stop.reason or "stopped by the client"
 
 
@@ -100,7 +100,12 @@ def run(args):
 def supervise(args, guard):
     """The agent: one command from start to end."""
     job, stop = Job(args.state, args.job), Stop()
-    env = {**os.environ, **own_environment(job, args.results), **dict(item.split("=", 1) for item in args.env), TOKEN: job.token}
+    try:
+        private = private_variables(job) if args.private else {}
+    except (OSError, ValueError) as error:
+        say(f"the values of {args.private} cannot be read: {getattr(error, 'strerror', None) or error}")
+        return NOT_STARTED
+    env = {**os.environ, **own_environment(job, args.results), **dict(item.split("=", 1) for item in args.env), **private, TOKEN: job.token}
     sys.path[1:1] = env["PYTHONPATH"].split(os.pathsep)  # where the command will look
     if lacking := [name for name in args.need if importlib.util.find_spec(name) is None]:
         say(f"{sys.executable} lacks {' '.join(lacking)}")
@@ -138,6 +143,8 @@ def supervise(args, guard):
     elif code in (124, 137) and args.limit and time.monotonic() - start >= args.limit:  # 124 may be the command's own
         stop.reason, code = "time limit", 124
     job.end(code, stop.reason or "exit", time.monotonic() - start, killed, left)
+    if stop.reason and stop.reason != "not started":
+        say(ENDED.removeprefix("far side: ") + stop.reason)
     if killed and not stop.reason and not args.interactive:
         say(f"{killed} processes outlived the command and were killed")
     if left:
@@ -157,7 +164,8 @@ def start_command(args, env, streams):
     for sig in _TERMINAL_SIGNALS if args.interactive else ():
         signal.signal(sig, signal.SIG_IGN)
     command = args.command or [os.environ.get("SHELL") or shutil.which("bash") or "/bin/sh", "-i"]
-    return subprocess.Popen(command, env=env, cwd=args.cwd, stdin=None if args.interactive else subprocess.DEVNULL,
+    stdin = None if args.interactive else subprocess.PIPE if args.reads else subprocess.DEVNULL
+    return subprocess.Popen(command, env=env, cwd=args.cwd, stdin=stdin, bufsize=0,
                             start_new_session=not args.interactive, preexec_fn=in_child, **streams)
 
 
@@ -171,14 +179,16 @@ def own_environment(job, results):
 
 def wait_for(child, args, stop, start):
     """The exit code of the command; None when it has to be ended first (``stop.reason`` says why)."""
-    heard = {"heard": time.monotonic()}
+    client = Client(os.dup(child.stdin.fileno()) if child.stdin else None, lambda: say(WANTED.removeprefix("far side: ")))
+    if child.stdin:
+        child.stdin.close()
     while True:
         if os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
             return exit_code(child.wait())
         if args.detached or args.interactive:
             time.sleep(_TICK_S)
         else:
-            watch_client(stop, child, args.silence, heard)
+            watch_client(stop, child, args.silence, client)
         # timeout(1) inside the command has the first word; this is for a command that it cannot end
         if args.limit and time.monotonic() - start > args.limit + args.grace + 2:
             stop.reason = stop.reason or "time limit"
@@ -272,6 +282,8 @@ def main(words):
     one.add_argument("--silence", type=float, default=0)
     one.add_argument("--cwd", default=".")
     one.add_argument("--env", action="append", default=[])
+    one.add_argument("--private", default="", help="names of variables whose values lie in private/JOB.json of the state")
+    one.add_argument("--reads", action="store_true", help="the command's standard input comes from the client")
     one.add_argument("--client", default="")
     one.add_argument("--results", default="", help="folder of the state for records, in place of the job's own")
     one.add_argument("--need", action="append", default=[], help="a module the command imports")

@@ -1,7 +1,8 @@
 """The exact command lines of ``megamoe remote``: what ``-n`` prints is what runs. Nothing here starts anything.
 
 Far side, below the target's ``path``: ``.megamoe-remote`` (this folder is ours) and one folder per client checkout with
-``tree/`` (sources), ``prebuilt/`` (cubins built here), ``jobs/``, ``tune-results/`` and ``cache/``.
+``tree/`` (sources), ``prebuilt/`` (cubins built here), ``jobs/``, ``tune-results/`` and ``cache/``. Values of the target's
+``env`` stand in no command line: they travel as a file (``private/``) that the agent reads and removes.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from megamoe_cli.remote.targets import Target
 
 MARKER = ".megamoe-remote"
 NOT_OURS = 73  # exit code of the preparing command: the folder has contents that are not ours
+PRIVATE = "private"  # variables of a job, until its agent has read them
 TUNE_RESULTS = "tune-results"  # runs of tune stay here, so that the next job can continue them
 NO_CONTAINER = 72  # ... the container does not answer
 NOT_MOUNTED = 74  # ... it does not see the folder
@@ -90,13 +92,14 @@ def engine(target: Target, command: Sequence[str], *flags: str) -> list[str]:
 # $1: our folder, $2: the agent, $3: python. The reaping says 1 when something cannot be killed, and JSON which.
 _LOOK = "; ".join([
     f'test -d "$1" || exit {NOT_MOUNTED}', f"timeout --foreground -k 1 5 true || exit {NO_TIMEOUT}",
-    'gpu=0; for device in /dev/nvidia[0-9]*; do if test -e "$device"; then gpu=1; fi; done; echo gpu=$gpu',
+    # MEGAMOE_DEVICES: another folder of devices, so that tests have a box with GPUs
+    'gpus=0; for device in "${MEGAMOE_DEVICES:-/dev}"/nvidia[0-9]*; do if test -e "$device"; then gpus=$((gpus + 1)); fi; done; echo gpus=$gpus',
     'if test -e "$2"; then "$3" -B "$2" reap --state "$1" || test $? = 1; fi'])  # fmt: skip
 
 
 def prepare(target: Target) -> list[str]:
-    """Makes the folder, refuses one that is not ours, checks that the container sees it and can end a command, says if
-    there is a GPU (``gpu=1``), and reaps what an earlier run may have left (JSON, when an earlier run brought the agent)."""
+    """Makes the folder, refuses one that is not ours, checks that the container sees it and can end a command, says how
+    many GPUs are there (``gpus=2``), and reaps what an earlier run may have left (JSON, when an earlier run brought the agent)."""
     place = Place.of(target)
     path, folder = shlex.quote(target.path), shlex.quote(place.host)
     steps = [
@@ -156,12 +159,17 @@ def agent(target: Target, words: Sequence[str], *flags: str) -> list[str]:
 
 
 def environment(target: Target, *, remote_compiler: bool, more: Mapping[str, str]) -> dict[str, str]:
-    """Variables of the far command beyond those the agent sets (where its tree, cache, cubins and results lie). The
-    target's own win."""
+    """Variables of the far command beyond those the agent sets (where its tree, cache, cubins and results lie), and beyond
+    the target's own, which win and stand in no command line (``PRIVATE``)."""
     env = {"MEGAMOE_REMOTE_COMPILER": "1"} if remote_compiler else {}
     if target.gpus != "all":
         env["CUDA_VISIBLE_DEVICES"] = "" if target.gpus == "none" else target.gpus
-    return {**env, **more, **target.env}
+    return {**env, **more}
+
+
+def send_private(target: Target, folder: Path) -> list[str]:
+    """``folder``, with modes 0700 and 0600, which -p keeps."""
+    return rsync(target, [], [f"{folder}/"], f"{target.host}:{Place.of(target).host}/{PRIVATE}/")
 
 
 def hold(target: Target, what: str, command: Sequence[str], *, wait_s: float = 0, detach: bool = False,
@@ -178,13 +186,15 @@ def _hold(target: Target) -> list[str]:
 
 
 def job(target: Target, name: str, command: Sequence[str], env: Mapping[str, str], *, what: str, wait_s: float = 0,
-        detach: bool = False, lock: bool = True, results: str = "", need: Sequence[str] = ()) -> list[str]:  # fmt: skip
-    """ssh command line that runs ``command`` as job ``name``: lock, container, agent, ``timeout -k``, command."""
+        detach: bool = False, lock: bool = True, results: str = "", need: Sequence[str] = (), limit_s: float = 0.0,
+        reads: bool = False) -> list[str]:  # fmt: skip
+    """ssh command line that runs ``command`` as job ``name``: lock, container, agent, ``timeout -k``, command.
+    ``limit_s``: in place of the target's; ``reads``: our standard input is the command's."""
     limits = target.limits()
-    seconds = target.detach_timeout if detach else limits.command
+    seconds = limit_s or (target.detach_timeout if detach else limits.command)
     words = ["run", *_job_options(target, name, env), f"--limit={seconds:g}",
              *(["--detached"] if detach else [f"--silence={target.silence:g}"]), *([f"--results={results}"] if results else []),
-             *(f"--need={module}" for module in need)]
+             *(["--reads"] if reads else []), *(f"--need={module}" for module in need)]
     # --foreground: it signals the command once and leaves the rest to the agent, which finds more than a process group
     inner = ["timeout", "--foreground", "-k", f"{limits.grace:g}", f"{seconds:g}", *command]
     return ssh(target, hold(target, what, agent(target, [*words, "--", *inner]), wait_s=wait_s, detach=detach,
@@ -198,7 +208,7 @@ def terminal(target: Target, name: str, env: Mapping[str, str]) -> list[str]:
 
 def _job_options(target: Target, name: str, env: Mapping[str, str]) -> list[str]:
     return [f"--job={name}", f"--cwd={Place.of(target).inside}/tree", f"--grace={target.limits().grace:g}", f"--client={client_name()}",
-            *(f"--env={key}={value}" for key, value in env.items())]
+            *([f"--private={','.join(target.env)}"] if target.env else []), *(f"--env={key}={value}" for key, value in env.items())]
 
 
 def status(target: Target) -> list[str]:

@@ -18,6 +18,7 @@ from megamoe_cli.remote.far_processes import birth, token_of
 
 KEEP_JOBS = 20  # ended jobs whose folders stay, and runs of tune
 KEEP_FILES = 800  # cubins and their manifests
+_PRIVATE_S = 600.0
 NOT_STARTED = 126  # exit code of an agent that could not start the command; its last line says why
 
 
@@ -79,6 +80,15 @@ class Job:
         return {**shown, "job": self.name, "state": state, "end": end, "processes": len(token_pids(self.token))}
 
 
+def private_variables(job: Job) -> dict[str, str]:
+    """The values that came for a job, in a file that nobody else can read, and that is gone after this. OSError, ValueError."""
+    path = os.path.join(job.state, "private", f"{job.name}.json")
+    with open(path, encoding="utf-8") as stream:
+        found = json.load(stream)
+    os.unlink(path)
+    return {str(name): str(value) for name, value in found.items()}
+
+
 def stamps(folder: str) -> dict[str, int]:
     """Run folder -> a number that changes with it: times (nanoseconds) and sizes of its files. Clocks are not compared."""
     found = {}
@@ -97,7 +107,11 @@ def all_jobs(state: str) -> list[Job]:
 
 
 def prune(state: str) -> None:
-    """What piles up: ended jobs, runs of tune and cubins beyond the newest go."""
+    """What piles up: ended jobs, runs of tune and cubins beyond the newest go, and variables of jobs that never began."""
+    private = os.path.join(state, "private")
+    for entry in os.scandir(private) if os.path.isdir(private) else ():
+        if time.time() - entry.stat().st_mtime > _PRIVATE_S:
+            os.unlink(entry.path)
     for job in [j for j in all_jobs(state) if not j.alive()][:-KEEP_JOBS]:
         shutil.rmtree(job.folder, ignore_errors=True)
     for folder, keep in (("tune-results", KEEP_JOBS), ("prebuilt", KEEP_FILES)):

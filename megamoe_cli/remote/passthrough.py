@@ -7,7 +7,7 @@ how long a case may take) is added.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from megamoe_cli.remote.targets import Target
 if TYPE_CHECKING:
     from megamoe_cli.cli.app import App
     from megamoe_cli.compile.driver import BuildRequest
+    from megamoe_cli.testplan import Case
 
 LOCAL_OPTIONS = ("--junit", "--results-dir", "--baseline", "--save-baseline", "--table", "--space")
 NO_GPU = ("build",)  # takes no GPU, so no lock
@@ -46,6 +47,8 @@ class Inner:
     values: dict[str, str] = field(default_factory=dict)  # other options whose text is not the user's word for word
     env: dict[str, str] = field(default_factory=dict)
     builds: list[BuildRequest] = field(default_factory=list)
+    # kernels for the emulator, and whether it is the emulator for certain (or only where there is no GPU)
+    emulated: list[tuple[BuildRequest, bool]] = field(default_factory=list)
 
     @property
     def what(self) -> str:
@@ -107,7 +110,7 @@ def parse(app: App, name: str, args: Sequence[str], target: Target, *, detached:
     if ctx.params.get("output") is not None:
         raise UsageError("-o would name a file on the other machine; the table comes back in the run's folder, as table.yaml",
                          rule="remote-output")
-    inner.builds = builds_of(name, ctx)
+    inner.builds, inner.emulated = builds_of(name, ctx)
     return inner
 
 
@@ -148,17 +151,41 @@ def without(args: Sequence[str], names: Sequence[str]) -> list[str]:
     return kept
 
 
-def builds_of(name: str, ctx: click.Context) -> list[BuildRequest]:
-    """The sm_90a variants that the command will ask for, so far as its arguments say. Checks them on the way."""
+def emulated_by(cases: Sequence[Case], backend: str) -> list[tuple[BuildRequest, bool]]:
+    """What these cases need compiled where they run on the emulator."""
+    from megamoe_cli.case_options import parse_mix
+    from megamoe_cli.compile.driver import BuildRequest
+
+    if backend not in ("auto", "emulator"):
+        return []
+    found = [BuildRequest(case.phase, config, "emulator", case.problem.shape, case.ranks, flavour=emulator_flavour(case.options))
+             for case in cases for config in (case.config, *parse_mix(case.options.get("mix", ""), case.config))]
+    return [(request, backend == "emulator") for request in dict.fromkeys(found)]
+
+
+def emulator_flavour(options: Mapping[str, Any]) -> str:
+    """What the emulator will load for a case with these options (its own word: ``EmulatorBackend.flavour``)."""
+    checked = options.get("checked")
+    needed = options.get("races") or options.get("preempt")
+    return "checked" if (needed if checked is None else checked) else "plain"
+
+
+def builds_of(name: str, ctx: click.Context) -> tuple[list[BuildRequest], list[tuple[BuildRequest, bool]]]:
+    """The variants that the command will ask for, so far as its arguments say: for sm_90a, and for the emulator. Checks
+    them on the way."""
     from megamoe_cli.compile.driver import BuildRequest
 
     params, found = ctx.params, []
+    emulated: list[tuple[BuildRequest, bool]] = []
     if name == "test":
         from megamoe_cli.cli.test_cmd import selected_cases
 
-        if "list" in params["case_ids"] or params["backend"] == "emulator":
-            return []
-        found = [BuildRequest(c.phase, c.config, "sm_90a", c.problem.shape, c.ranks) for c in selected_cases(ctx, params)]
+        if "list" in params["case_ids"] or params["dry_run"]:
+            return [], []
+        cases = selected_cases(ctx, params)
+        emulated = emulated_by(cases, params["backend"])
+        if params["backend"] != "emulator":
+            found = [BuildRequest(c.phase, c.config, "sm_90a", c.problem.shape, c.ranks) for c in cases]
     elif name == "build":
         from megamoe_cli.cli.build_cmd import requests_of
 
@@ -178,5 +205,6 @@ def builds_of(name: str, ctx: click.Context) -> list[BuildRequest]:
     elif name == "ci":
         from megamoe_cli.ci import Plan
 
-        found = Plan.of(params).builds()
-    return list(dict.fromkeys(found))
+        plan = Plan.of(params)
+        found, emulated = plan.builds(), emulated_by(plan.cases(), plan.backend)
+    return list(dict.fromkeys(found)), emulated

@@ -24,7 +24,9 @@ from megamoe_cli.remote.far_jobs import NOT_STARTED
 from megamoe_cli.remote.hold import TAKEN
 from megamoe_cli.remote.passthrough import NO_GPU, Inner, kept_name, packages, sent_name
 from megamoe_cli.remote.targets import Target
-from megamoe_cli.remote.transport import Attached, ConnectionLost, Step, call, explain_rsync, explain_ssh, last_line
+from megamoe_cli.remote.transport import (
+    DISK_FULL, Attached, ConnectionLost, Step, call, explain_killed, explain_rsync, explain_ssh, last_line, space_hint,
+)
 
 if TYPE_CHECKING:
     from megamoe_cli.compile.driver import BuildRequest
@@ -47,11 +49,18 @@ class Visit:
     remote_compiler: bool = False
     wait_s: float = 0.0
     steps: list[Step] = field(default_factory=list)
-    has_gpu: bool = False
+    gpus: int = 0  # that are there
+    ended: str = ""  # why the far side ended the last job, or empty
+    interrupts: int = 0  # by the user, during the last job
     cubins: list[dict[str, Any]] = field(default_factory=list)
     end: dict[str, Any] = field(default_factory=dict)  # how the job ended, as its agent wrote it
     jobs: list[str] = field(default_factory=list)  # those that ran in the foreground
     reached: bool = False  # after the connection broke, a new one answered
+
+    @property
+    def has_gpu(self) -> bool:
+        """One that the command may use."""
+        return self.gpus > 0 and self.target.gpus != "none"
 
     # ---- before ----
 
@@ -82,13 +91,22 @@ class Visit:
         if step.exit_code != 0:
             raise self._explain_prepare(step)
         lines = step.stdout.splitlines()
-        self.has_gpu = "gpu=1" in lines
+        self.gpus = next((int(line[5:]) for line in lines if re.fullmatch(r"gpus=\d+", line)), 0)
         left = next((json.loads(line) for line in lines if line.startswith("{")), {"ended": [], "running": []})
         self._report_reaped(left)
         for job in (job for job in left["running"] if not job.get("interactive")):
             raise EnvironmentUnfit(
                 f"job {job['job']} of this checkout still runs on {self.target.label}: {' '.join(job.get('command') or [])[:120]}",
                 hint=f"megamoe remote attach {job['job']}, or megamoe remote cancel {job['job']}")
+
+    def require_gpus(self) -> None:
+        """EnvironmentUnfit unless the GPUs asked for by number are there: the emulator would stand in for them."""
+        if self.target.gpus in ("all", "none") or (last := int(self.target.gpus.split(",")[-1])) < self.gpus:
+            return
+        where = f"container {self.target.container}" if self.target.container else self.target.host
+        there = "no GPU" if not self.gpus else "GPU 0 alone" if self.gpus == 1 else f"GPUs 0 to {self.gpus - 1}"
+        raise EnvironmentUnfit(f"{self.target.label}: GPU {last} was asked for, and {where} has {there}",
+                               hint="--gpus none runs on the emulator there" if not self.gpus else "see them with: megamoe remote shell nvidia-smi")
 
     def _report_reaped(self, answer: dict[str, Any]) -> None:
         for entry in answer["ended"]:
@@ -114,9 +132,12 @@ class Visit:
             where = f"container {target.container}" if target.container else "the machine"
             return EnvironmentUnfit(f"{target.label}: {where} has no timeout that ends a command (timeout --foreground -k): "
                                     f"{last_line(step.stderr) or 'it fails'}", hint="install GNU coreutils there")
+        if killed := explain_killed(target, step):
+            return killed
         if step.exit_code == transport.SSH_FAILED:
             return explain_ssh(target, step.stderr)
-        return EnvironmentUnfit(f"{target.label}: {target.path} cannot be prepared: {last_line(step.stderr) or step.exit_code}")
+        return EnvironmentUnfit(f"{target.label}: {target.path} cannot be prepared: {last_line(step.stderr) or step.exit_code}",
+                                hint=space_hint(target) if any(words in step.stderr for words in DISK_FULL) else None)
 
     def sync(self) -> list[str]:
         """Sends what changed; returns the names of the files that travelled."""
@@ -136,9 +157,18 @@ class Visit:
                 copy = Path(folder) / sent_name(option, file)
                 copy.parent.mkdir()
                 shutil.copyfile(file, copy)
-                step = self._call(f"send {file.name}", commands.send_folder(self.target, copy.parent, "inputs"), _COPY_S)
-            if step.exit_code != 0:
-                raise self._explain_copy(step)
+                self.copy(f"send {file.name}", commands.send_folder(self.target, copy.parent, "inputs"))
+
+    def send_private(self, job: str) -> None:
+        """The values of the target's ``env``; the agent of the job removes them there when it has read them."""
+        if self.target.env:
+            with private_folder(self.target, job) as folder:
+                self.copy("send variables", commands.send_private(self.target, folder))
+
+    def copy(self, what: str, command: list[str]) -> None:
+        step = self._call(what, command, _COPY_S)
+        if step.exit_code != 0:
+            raise self._explain_copy(step)
 
     def prebuild(self, requests: Sequence[BuildRequest], jobs: int | None = None, some_may_fail: bool = False) -> None:
         """Compiles here what the far side will ask for, and sends it. BuildFailed before anything runs there; of a
@@ -156,9 +186,7 @@ class Visit:
         self.cubins = [prebuilt.describe(kernel.manifest) for kernel in kernels]
         with tempfile.TemporaryDirectory(prefix="megamoe-cubins-") as folder:
             prebuilt.export([(prepare(outcome.request), outcome.result()) for outcome in outcomes], Path(folder))
-            step = self._call("send cubins", commands.sync_prebuilt(self.target, Path(folder)), _COPY_S)
-        if step.exit_code != 0:
-            raise self._explain_copy(step)
+            self.copy("send cubins", commands.sync_prebuilt(self.target, Path(folder)))
         fresh = sum(not kernel.hit for kernel in kernels)
         self.say(f"{len(kernels)} cubins built here ({fresh} now, {time.monotonic() - start:.1f} s)")
 
@@ -171,23 +199,30 @@ class Visit:
         return commands.job(self.target, job, words, env, what=inner.what, wait_s=self.wait_s, detach=detach, need=inner.need,
                             lock=inner.name not in NO_GPU, results=commands.TUNE_RESULTS if inner.name == "tune" else "")
 
-    def run(self, job: str, command: list[str]) -> int:
-        """Runs it in the foreground; returns the exit code of the far command.
+    def run(self, job: str, command: list[str], *, what: str = "run", limit_s: float = 0.0, source: int | None = None) -> int:
+        """Runs it in the foreground; returns the exit code of the far command. ``limit_s``: its own limit, where that is not
+        the target's; ``source``: a file descriptor whose contents are its input.
 
         EnvironmentUnfit: the box is taken, or has no such program. ConnectionLost, TimedOut: and what could be found out
         after; ``reached`` says whether the far side answered, so that results can be fetched.
         """
-        step = Step("run", command)
+        self.send_private(job)
+        step = Step(what, command)
         self.steps.append(step)
         self.jobs.append(job)
+        limits = self.target.limits()
+        remote = limits.remote - limits.command + (limit_s or limits.command)
+        attached = Attached(step, remote + self.wait_s, source=source)
         try:
-            code = Attached(step, self.target.limits().remote + self.wait_s).run()
+            code = attached.run()
         except TimedOut:
-            raise TimedOut(f"{self.target.label}: no answer within {self.target.limits().remote:g} s; {self.clean_up(job)}"
-                           f"{_last_words(step)}") from None
+            raise TimedOut(f"{self.target.label}: no answer within {remote:g} s; {self.clean_up(job)}{_last_words(step)}") from None
         except BaseException:
             self.clean_up(job)
             raise
+        self.ended, self.interrupts = attached.ended, attached.interrupts
+        if killed := explain_killed(self.target, step):
+            raise ConnectionLost(f"{killed} after {step.seconds:.0f} s; {self.clean_up(job)}", killed.hint)
         if code == transport.SSH_FAILED:
             error = explain_ssh(self.target, step.stderr)
             if isinstance(error, ConnectionLost):
@@ -209,6 +244,8 @@ class Visit:
             names = packages(lacking[2].split())
             raise EnvironmentUnfit(f"{label}: {lacking[1]} lacks {', '.join(names)}",
                                    hint=f"install there: {self.target.python} -m pip install {' '.join(names)}; or set python of the target")
+        if code == NOT_STARTED and any(said.endswith(words) for words in DISK_FULL):
+            raise EnvironmentUnfit(f"{label}: {said.removeprefix('far side: ')}", hint=space_hint(self.target))
         if code in (125, 126, 127) and (said.startswith("far side: ") or not self._began(step)):
             raise EnvironmentUnfit(f"{label}: {said.removeprefix('far side: ') or f'the command could not be started ({code})'}",
                                    hint="check python, container and path of the target")
@@ -221,10 +258,13 @@ class Visit:
 
     def start(self, job: str, command: list[str]) -> None:
         """Starts it detached: the lock, the agent and the command outlive this connection."""
+        self.send_private(job)
         step = Step("start", command)
         self.steps.append(step)
         # attached until it runs: in the queue for the box it must know whether somebody still wants it
         code = Attached(step, _SHORT_S + self.wait_s).run()
+        if killed := explain_killed(self.target, step):
+            raise killed
         if code == transport.SSH_FAILED:
             raise explain_ssh(self.target, step.stderr)
         self._judge(code, step)
@@ -267,6 +307,8 @@ class Visit:
     def _ask(self, what: str, command: list[str]) -> list[Any]:
         """The last two lines of the answer, as JSON; None where nothing of this checkout has been there yet."""
         step = self._call(what, command, _SHORT_S)
+        if killed := explain_killed(self.target, step):
+            raise killed
         if step.exit_code == transport.SSH_FAILED:
             raise explain_ssh(self.target, step.stderr)
         if step.exit_code == 2 and "can't open file" in step.stderr:  # Python's words, in every language

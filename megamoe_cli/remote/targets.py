@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from collections.abc import Mapping
@@ -50,6 +51,7 @@ class Target:
     timeout: float = 60.0
     grace: float = 0.0  # 0: half of what lies around the command
     detach_timeout: float = 6 * 3600.0
+    build_timeout: float = 300.0  # for the emulator kernels that are not there yet; 0: they are the command's business
     silence: float = 15.0
     lock_dir: str = "/tmp/megamoe-locks"
     ssh: tuple[str, ...] = ("ssh",)
@@ -76,7 +78,7 @@ class Target:
 _KEYS = {
     "host": "text", "container": "text", "engine": "words", "path": "text", "container_path": "text", "python": "text",
     "host_python": "text", "gpus": "gpus", "env": "table", "timeout": "seconds", "grace": "seconds", "detach_timeout": "seconds",
-    "silence": "seconds", "lock_dir": "text", "ssh": "words", "rsync": "words",
+    "build_timeout": "seconds or 0", "silence": "seconds", "lock_dir": "text", "ssh": "words", "rsync": "words",
 }  # fmt: skip
 
 
@@ -87,13 +89,13 @@ def _value(kind: str, raw: Any, where: str) -> Any:
         if not isinstance(raw, Mapping):
             raise UsageError(f"{where} must be a table of NAME = \"value\"", rule="remote-target")
         return {check_env_name(str(k), where): str(v) for k, v in raw.items()}
-    if kind == "seconds":
+    if kind.startswith("seconds"):
         try:
             seconds = float("nan") if isinstance(raw, bool) else float(raw)
         except (TypeError, ValueError):
             seconds = float("nan")
-        if not seconds > 0:
-            raise UsageError(f"{where}: {raw!r} is not a positive number of seconds", rule="remote-target")
+        if not (seconds > 0 or seconds == 0 and kind == "seconds or 0") or math.isinf(seconds):
+            raise UsageError(f"{where}: {raw!r} is not a positive, finite number of seconds{' (or 0)' * (kind != 'seconds')}", rule="remote-target")
         return seconds
     if not isinstance(raw, str) or not raw.strip() or "\0" in raw or "\n" in raw:
         raise UsageError(f"{where}: expected a line of text, got {raw!r}", rule="remote-target")
@@ -132,7 +134,7 @@ def _container(values: dict[str, Any], where: str) -> None:
     if not colon:
         engine, name = "docker", text
     if engine not in ENGINES or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
-        raise UsageError(f"{where}.container: {text!r} is not docker:NAME, podman:NAME or none", rule="remote-target")
+        raise UsageError(f"{_at(where, 'container')}: {text!r} is not docker:NAME, podman:NAME or none", rule="remote-target")
     values.update(container=name, engine=values.get("engine") or (engine,))
 
 
@@ -152,28 +154,33 @@ def parse_target(name: str, table: Any, origin: str) -> Target:
     return make_target(name, values, where)
 
 
+def _at(where: str, key: str) -> str:
+    """``FILE: remote.box.host``, or the flag."""
+    return f"--{key.replace('_', '-')}" if where.startswith("--") else f"{where}.{key}"
+
+
 def make_target(name: str, values: dict[str, Any], where: str) -> Target:
     if "host" not in values:
         raise UsageError(f"{where}: host is missing", rule="remote-target")
     if values["host"].startswith("-") or re.search(r"\s", values["host"]):
-        raise UsageError(f"{where}.host: {values['host']!r} is no host name", rule="remote-target")
+        raise UsageError(f"{_at(where, 'host')}: {values['host']!r} is no host name", rule="remote-target")
     _container(values, where)
     target = Target(name=name, **values)
     path = target.path[2:] if target.path.startswith("~/") else target.path  # relative to the home folder, for ssh and rsync
     path = path.rstrip("/").removeprefix("./") or "/"
     if path in ("/", "~", ".", "..") or ".." in path.split("/"):
-        raise UsageError(f"{where}.path: {target.path!r} must be a folder of its own", rule="remote-target")
+        raise UsageError(f"{_at(where, 'path')}: {target.path!r} must be a folder of its own", rule="remote-target")
     if path.startswith("~"):
-        raise UsageError(f"{where}.path: {target.path!r}: only ~/ is understood; write the other user's folder out", rule="remote-target")
+        raise UsageError(f"{_at(where, 'path')}: {target.path!r}: only ~/ is understood; write the other user's folder out", rule="remote-target")
     target = replace(target, path=path if path.startswith("/") else f"./{path}")  # a name may begin with a dash
     if target.container and not target.inside.startswith("/"):
         raise UsageError(f"{where}: with a container, path (or container_path) must be absolute", rule="remote-target")
     if target.timeout < MIN_TIMEOUT_S:
-        raise UsageError(f"{where}.timeout: {target.timeout:g} s leaves no room for the limits inside it (at least "
+        raise UsageError(f"{_at(where, 'timeout')}: {target.timeout:g} s leaves no room for the limits inside it (at least "
                          f"{MIN_TIMEOUT_S:g})", rule="remote-target")
     limits = target.limits()
     if limits.command + limits.grace >= limits.remote:
-        raise UsageError(f"{where}.grace: {target.grace:g} s do not fit between the {limits.command:g} s of the command and the {limits.remote:g} "
+        raise UsageError(f"{_at(where, 'grace')}: {target.grace:g} s do not fit between the {limits.command:g} s of the command and the {limits.remote:g} "
                          "s of timeout", rule="remote-target")
     return target
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import queue
 import re
+import select
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
@@ -17,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megamoe_cli.errors import EnvironmentUnfit, MegamoeError, TimedOut
+from megamoe_cli.remote.far_input import ENDED, PIECE, WANTED, piece
 from megamoe_cli.remote.targets import Target
 
 SSH_FAILED = 255
@@ -44,6 +48,12 @@ class Step:
     exit_code: int | None = None
     stdout: str = ""
     stderr: str = ""
+    killed_by: int = 0  # the signal that ended it, on this machine
+
+    def ended(self, code: int | None) -> None:
+        """As a shell says it: 128 and the number of the signal."""
+        self.killed_by = -code if code is not None and code < 0 else 0
+        self.exit_code = 128 + self.killed_by if self.killed_by else code
 
     def to_dict(self) -> dict[str, Any]:
         return {"what": self.what, "command": self.command, "seconds": round(self.seconds, 3), "exit_code": self.exit_code}
@@ -51,6 +61,21 @@ class Step:
 
 class ConnectionLost(EnvironmentUnfit):
     """ssh gave up: the far side may still be at work until it notices."""
+
+
+DISK_FULL = ("No space left on device", "Disk quota exceeded")  # the far side speaks C.UTF-8
+
+
+def explain_killed(target: Target, step: Step) -> ConnectionLost | None:
+    """Our own ssh or rsync was ended by a signal, or None."""
+    if not step.killed_by:
+        return None
+    name = signal.Signals(step.killed_by).name if step.killed_by in set(signal.Signals) else f"signal {step.killed_by}"
+    return ConnectionLost(f"{target.label}: {Path(step.command[0]).name} on this machine was ended by {name} during {step.what}")
+
+
+def space_hint(target: Target) -> str:
+    return f"free some space on {target.host} below {target.path}, or set path in the target to a folder on another disk"
 
 
 def explain_ssh(target: Target, stderr: str) -> EnvironmentUnfit:
@@ -71,14 +96,17 @@ def last_line(text: str) -> str:
 def explain_rsync(target: Target, step: Step, disk_full: bool = False) -> MegamoeError:
     """rsync's exit codes; its messages carry errno as a number, whatever the language. ``disk_full``: it was looked up."""
     if disk_full or any(f"({number})" in step.stderr for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)):
-        where = "this machine" if step.what == "fetch" else target.label
-        return EnvironmentUnfit(f"{where}: the disk is full; {step.what} stopped",
-                                hint=f"free some space below {target.path}, or set path in the target")
+        if step.what == "fetch":
+            return EnvironmentUnfit(f"this machine: the disk is full; {step.what} stopped",
+                                    hint=f"free some space here, in {tempfile.gettempdir()} and where results go")
+        return EnvironmentUnfit(f"{target.label}: the disk is full; {step.what} stopped", hint=space_hint(target))
+    if killed := explain_killed(target, step):
+        return killed
     if step.exit_code == SSH_FAILED:
         return explain_ssh(target, step.stderr)
     if step.exit_code == 11 and not step.stderr.strip():  # its last words were lost
         return EnvironmentUnfit(f"{target.label}: files cannot be written; {step.what} stopped: the disk or a quota is full, or files may not grow",
-                                hint=f"free some space below {target.path}, or set path in the target")
+                                hint=space_hint(target))
     if step.exit_code == 2 and "protocol version mismatch" in step.stderr:
         return EnvironmentUnfit(f"{target.label}: the login shell there prints something before the command, and rsync reads it",
                                 hint=f"see it with: {' '.join(target.ssh)} {target.host} true; let the start-up file do it on terminals only")
@@ -130,60 +158,97 @@ def call(what: str, command: Sequence[str], *, timeout_s: float, cwd: Path | Non
         if isinstance(error, subprocess.TimeoutExpired):
             raise TimedOut(f"{what}: no answer within {timeout_s:g} s: {last_line(err.decode(errors='replace')) or command[0]}") from None
         raise
-    step.seconds, step.exit_code = time.monotonic() - start, process.returncode
+    step.seconds = time.monotonic() - start
+    step.ended(process.returncode)
     step.stdout, step.stderr = out.decode(errors="replace"), err.decode(errors="replace")
     return step
 
 
 @dataclass
 class Attached:
-    """A job in the foreground: its output is ours, its stdin carries our heartbeat.
+    """A job in the foreground: its output is ours, its stdin carries our heartbeat, and with ``source`` (a file
+    descriptor) what is read there.
 
     Ctrl-C once is passed on (the command finishes what it is at), twice ends it. With ``lets_go`` it only ends the
-    connection: the job is not ours to end.
+    connection: the job is not ours to end. ``ended``: why the far side ended the job, or an empty string.
     """
 
     step: Step
     timeout_s: float | None
     lets_go: bool = False
+    source: int | None = None
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=_TAIL))
     interrupts: int = 0
+    ended: str = ""
+    wanted: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    pieces: queue.SimpleQueue[bytes] = field(default_factory=queue.SimpleQueue)
+    outgoing: bytes = b""
 
     def run(self) -> int:
-        """The exit code of the ssh process. TimedOut when it is not back in time; then the connection is closed."""
+        """The exit code of the ssh process (128 and more: a signal ended it, see ``step.killed_by``). TimedOut when it is
+        not back in time; then the connection is closed."""
         start = time.monotonic()
         process = _start(self.step.command, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert process.stdin is not None
+        os.set_blocking(process.stdin.fileno(), False)  # a stalled network must not keep us from looking at the clock
         forward = threading.Thread(target=self._forward, args=(process,), daemon=True)
         forward.start()
-        previous = self._catch(process)
+        if self.source is not None:
+            threading.Thread(target=self._read, args=(self.source,), daemon=True).start()
+        previous = self._catch()
         try:
-            beat = 0.0
+            beat, passed = 0.0, 0
             while process.poll() is None and not (self.lets_go and self.interrupts):
                 now = time.monotonic()
                 if self.timeout_s is not None and now - start > self.timeout_s:
                     raise TimedOut(f"no answer within {self.timeout_s:g} s")
+                while passed < self.interrupts:
+                    passed += 1
+                    self._interrupt(passed)
+                while not self.pieces.empty():
+                    self.outgoing += self.pieces.get()
                 if now - beat >= _HEARTBEAT_S:
                     beat = now
-                    self._say(process, b".")
+                    self.outgoing = self.outgoing or b"."
+                self._send(process)
                 try:
-                    process.wait(0.1)
+                    process.wait(0.02 if self.outgoing or self.source is not None else 0.1)
                 except subprocess.TimeoutExpired:
                     continue
         finally:
             self._restore(previous)
             self._hang_up(process)
             forward.join(2)
-            self.step.seconds, self.step.exit_code = time.monotonic() - start, process.returncode
+            self.step.seconds = time.monotonic() - start
+            self.step.ended(process.returncode)
             self.step.stderr = "\n".join(self.tail)
-        return process.returncode
+        assert self.step.exit_code is not None
+        return self.step.exit_code
 
-    @staticmethod
-    def _say(process: subprocess.Popen[bytes], what: bytes) -> None:
+    def _interrupt(self, number: int) -> None:
+        self.outgoing += b"i" if number == 1 else b"t"
+        if number <= 2:
+            print("interrupt passed on; once more ends the job" if number == 1 else "ending the job", file=sys.stderr, flush=True)
+
+    def _send(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdin is not None
         try:
-            assert process.stdin is not None
-            os.write(process.stdin.fileno(), what)
-        except (BrokenPipeError, ValueError):
-            pass  # ssh has ended; poll() is about to say so
+            while self.outgoing and select.select([], [process.stdin], [], 0)[1]:
+                self.outgoing = self.outgoing[os.write(process.stdin.fileno(), self.outgoing):]
+        except (BlockingIOError, BrokenPipeError, ValueError):
+            pass  # full; or ssh has ended, and poll() is about to say so
+
+    def _read(self, source: int) -> None:
+        """One piece of our input for every time the far side wants one."""
+        while True:
+            self.wanted.acquire()
+            try:
+                data = os.read(source, PIECE)
+            except OSError:
+                data = b""
+            self.pieces.put(piece(data) if data else b"e")
+            if not data:
+                return
 
     def _hang_up(self, process: subprocess.Popen[bytes]) -> None:
         """Closes the channel; the far side takes that as the end. ssh gets a moment to deliver it."""
@@ -202,19 +267,25 @@ class Attached:
         assert process.stderr is not None
         for raw in process.stderr:
             line = raw.decode(errors="replace").rstrip("\r\n")
-            if line.startswith("record: "):
+            # Words of the agent may stand behind a line that the command has not ended.
+            before, said, reason = line.partition(ENDED)
+            if said:
+                self.ended = reason
+            elif line.endswith(WANTED):
+                before = line.removesuffix(WANTED)
+                self.wanted.release()
+            elif line.startswith("record: "):
                 continue  # a path over there; what is fetched gets a line of its own
-            self.tail.append(line)
-            print(line, file=sys.stderr, flush=True)
+            if before or before == line:
+                self.tail.append(before)
+                print(before, file=sys.stderr, flush=True)
 
-    def _catch(self, process: subprocess.Popen[bytes]) -> Any:
+    def _catch(self) -> Any:
         if threading.current_thread() is not threading.main_thread():
             return None
 
         def on_interrupt(number: int, frame: Any) -> None:
-            self.interrupts += 1
-            if not self.lets_go:
-                self._say(process, b"i" if self.interrupts == 1 else b"t")
+            self.interrupts += 1  # and no more: run() does the rest, outside of a signal handler
 
         return signal.signal(signal.SIGINT, on_interrupt)
 

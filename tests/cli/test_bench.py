@@ -10,6 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from megamoe_cli import bench
+from megamoe_cli.backends.driver import Gpu
+from megamoe_cli.backends.sm_share import SmShare
 from megamoe_cli.devlog import journal
 
 ARGS = ("bench", "--shape", "flash", "--tokens", "8,64")
@@ -21,8 +23,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     machine = SimpleNamespace(base=100.0, noise=0.004, where="virtual(1 on 1xH200)", measured=0, draw=random.Random(3))
 
     class FakeBench:
-        def __init__(self, shape, seed):
-            self.backend = SimpleNamespace(where=machine.where)
+        def __init__(self, shape, seed, reserve_sms=0):
+            self.backend = SimpleNamespace(where=SmShare(132, 1, reserve_sms).said(machine.where))
 
         def measure(self, tokens, config, *, samples, say):
             machine.measured += 1
@@ -82,3 +84,18 @@ def test_what_does_not_compare_is_refused(megamoe, gpu) -> None:
     gpu.where = "virtual(1 on 1xH100)"
     other = megamoe(*ARGS, *gate)
     assert other.code == 2 and "different machines do not compare" in other.err
+
+
+def test_reserved_sms_are_in_the_record(megamoe, gpu, monkeypatch) -> None:
+    assert megamoe(*ARGS, "--save-baseline", "base.json").code == 0 and record()["reserve_sms"] == 0
+    answer = megamoe(*ARGS, "--reserve-sms", "4")
+    assert answer.code == 0 and answer.out.splitlines()[-1] == "2 rows on virtual(1 on 1xH200, 4 SMs reserved)"
+    assert record()["reserve_sms"] == 4 and record()["where"] == "virtual(1 on 1xH200, 4 SMs reserved)"
+    assert "do not compare" in megamoe(*ARGS, "--reserve-sms", "4", "--baseline", "base.json").err
+    monkeypatch.setattr("megamoe_cli.backends.driver.visible_gpus", lambda: [Gpu(0, "NVIDIA H200", (9, 0), 132, 232448)])
+    gpu.measured = 0
+    for words, message in ((("--reserve-sms", "132"), "at most 131"), (("--reserve-sms", "-3"), "not in the range"),
+                           (("--reserve-sms", "4", "--against", "unfused"), "unfused uses every SM"),
+                           (("--reserve-sms", "4", "--protocol-cost", "2"), "no --reserve-sms with it")):  # fmt: skip
+        refused = megamoe(*ARGS, *words)
+        assert refused.code == 2 and message in refused.err and not gpu.measured, refused.err

@@ -53,6 +53,32 @@ def test_refusals_come_before_anything_starts(megamoe, fake, words: tuple[str, .
     assert answer.code == 2 and message in answer.err and not fake.cases
 
 
+def test_reserved_sms_are_an_option_of_every_case(megamoe, fake, monkeypatch) -> None:
+    answer = megamoe(*RUN, "--backend", "emulator", "--phase", "stub", "--tokens", "0,8", "--reserve-sms", "1")
+    assert answer.code == 0 and [case["options"] for case in fake.cases] == [{"reserve_sms": 1}] * len(fake.cases) != []
+    again = fake.cases[0]["repro"].partition(" test ")[2].split()
+    assert again[again.index("--reserve-sms") + 1] == "1"
+    fake.cases.clear()
+    monkeypatch.setenv("MEGAMOE_RESERVE_SMS", "1")
+    megamoe(*RUN, "--backend", "emulator", "--phase", "stub", "--tokens", "8")
+    assert fake.cases[0]["options"] == {"reserve_sms": 1}
+    fake.cases.clear()
+    megamoe(*RUN, "--backend", "emulator", "--phase", "stub", "--tokens", "8", "--reserve-sms", "0")
+    assert fake.cases[0]["options"] == {}, "the flag wins over the environment"
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (("--reserve-sms", "2"), "reserve_sms=2 leaves no SM for the kernel: the device has 2, so at most 1"),
+    (("--reserve-sms", "-1"), "-1 is not in the range"), (("--reserve-sms", "x"), "'x' is not a valid integer"),
+    (("--reserve-sms", "1", "--config", "cluster=2"), "less than a cluster of 2"),
+    (("--option", "reserve_sms=-1"), "outside 0.."), (("--option", "fp8_sum_bits=24"), "fp8_sum_bits=24 is outside 0..23"),
+    (("--option", "fp8_sum_bits=half"), "must be a whole number"),
+])
+def test_reserves_that_leave_nothing_are_refused(megamoe, fake, words: tuple[str, ...], message: str) -> None:
+    answer = megamoe(*RUN, "--backend", "emulator", "--tokens", "8", *words)
+    assert answer.code == 2 and message in answer.err and not fake.cases and answer.err.startswith("error: ")
+
+
 def test_the_campaign_replaces_sizes(megamoe, fake) -> None:
     answer = megamoe(*RUN, "--sanitize", "--campaign", "64", "--phase", "l1,combine")
     assert answer.code == 0 and len(fake.cases) == 64 and {case["phase"] for case in fake.cases} == {"l1", "combine"}

@@ -1,4 +1,5 @@
-"""``fp8_sum_bits``: sums that lose what a tensor core loses, against sums done by hand; and what that costs the kernel."""
+"""``fp8_sum_bits``: sums that lose what a tensor core loses, against sums done by hand (what that does to
+the kernel: emulator_runs/test_long_sums.py)."""
 
 from __future__ import annotations
 
@@ -8,7 +9,6 @@ import numpy as np
 import pytest
 
 from megamoe_cli.errors import UsageError
-from tests.proving import describe, plan, run
 
 from .harness import Run, build, e4m3_values, random_e4m3, tensor_map
 from .test_async import WGMMA

@@ -67,7 +67,7 @@ def test_scales_that_may_not_be_divided_by(config: str) -> None:
 # cuts the tile in the same way may change them.
 SAME: dict[str, list[dict[str, Any]]] = {
     "block_m=64": [{"ctas": 1}, {"ctas": 4}, {"cluster": 2, "ctas": 4}, {"order": "wave", "lag": 1, "ctas": 2}, {"lag": 1000},
-                   {"policy": "serial_n", "lag": 3}, {"frontend": "standard"}],  # fmt: skip
+                   {"policy": "serial_n", "lag": 3}, {"frontend": "standard"}, {"tail": 1, "ctas": 3}, {"tail": 1, "cluster": 2, "ctas": 4}],  # fmt: skip
     "block_m=32,promotion=rescale": [{"ctas": 1}, {"ctas": 3}, {"cluster": 2, "ctas": 2}, {"order": "wave", "lag": 0, "unit_blocks": 1},
                                      {"policy": "serial_n", "lag": 2}],  # fmt: skip
     "block_m=128,block_n=128": [{"ctas": 1}, {"ctas": 5}, {"cluster": 2, "ctas": 4}, {"order": "wave", "lag": 2}, {"lag": 0, "unit_blocks": 1}],

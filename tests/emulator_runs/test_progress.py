@@ -52,3 +52,15 @@ def test_a_deadlock_names_every_waiter_and_the_clock_ends_it() -> None:
             assert f"rank {rank} CTA 0 warp {warp}: " in deadlock, deadlock
     assert "polling" in deadlock and "kernels/comm/wait.cuh" in deadlock
     assert "waited" in result.message
+
+
+def test_a_reserved_sm_lets_another_kernel_hold_one() -> None:
+    """The same one SM that is not to be had: with ``--reserve-sms 1`` no CTA was counted on it, and the case passes."""
+    held = {"resident_ctas": 1, "wait_s": 0.05}
+    without, with_it = (plan("emulator", ranks=2, phase="combine", options=options, **SMALL | {"shape": "256x256x4x2"})[0]
+                        for options in (held, {**held, "reserve_sms": 1}))  # fmt: skip
+    (hung,), (passed,) = run([without]), run([with_it])
+    assert hung.status == "fault" and "waited" in hung.message and hung.kernel["grid"] == 2
+    assert passed.passed, passed.message
+    assert passed.kernel["grid"] == 1 and passed.where == "emulator(2 ranks x 2 CTAs, 1 SM reserved)"
+    assert "--reserve-sms 1" in with_it.repro()

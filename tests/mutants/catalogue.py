@@ -146,7 +146,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(807, "clusters", EPI1, "me.thread == 0 && tile.valid() != 0", "me.thread == 0", "a tile without rows is counted as done", cases=("pair",)),
     Mutant(808, "clusters", WEIGHTS, "stream.current(epoch & 1, cta)", "stream.current(epoch & 1, 0)", "both CTAs take the first row block", cases=("pair",)),
     Mutant(809, "clusters", ACTS, "C::kCluster == 1 || tile.valid() != 0", "true", "a CTA without rows waits for some", cases=("pair",)),
-    Mutant(810, "clusters", WEIGHTS, "cta_in_cluster<C>() * kBytes", "0", "both halves of the weights go to the same place", near="u8* to = smem + Plan::kB", cases=("pair",)),
+    Mutant(810, "clusters", WEIGHTS, "cta_in_cluster<C>() * bytes", "0", "both halves of the weights go to the same place", near="place = first * 128", cases=("pair",)),
     Mutant(811, "clusters", PIPE, "C::kCluster * (1 + kMathWarps) + C::kCluster - 1", "1 + kMathWarps",
            "a tile's slot is free with half of its readers left", cases=("pair",)),
     Mutant(812, "clusters", PIPE, "hw::mbarrier_arrive_cluster(bars.tile_empty(slot), 0);",

@@ -5,17 +5,18 @@ from __future__ import annotations
 import io
 import json
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from megamoe_cli.cli.app import App
 from megamoe_cli.compile import driver
-from megamoe_cli.errors import BuildFailed, ExitCode
+from megamoe_cli.errors import BuildFailed, ExitCode, UsageError
 from megamoe_cli.report.tune_view import TuneView
 from megamoe_cli.tuning.journal import Trial
-from megamoe_cli.tuning.plan import Plan, visiting_order
-from megamoe_cli.tuning.run import Request, make_plan
+from megamoe_cli.tuning.plan import Plan, fitted, visiting_order
+from megamoe_cli.tuning.run import Request, make_plan, worker_command
 from megamoe_cli.tuning.schema import Choice
 from megamoe_cli.tuning.space import kernels_of
 from megamoe_cli.tuning.static_model import ctas_per_sm, facts
@@ -61,8 +62,6 @@ def test_a_plan_is_read_back_as_it_was(tmp_path, space) -> None:
 
 def test_what_a_trial_is_named_by(space) -> None:
     """Flip anything that changes what is measured: another key. Candidates that stand beside it do not."""
-    from dataclasses import replace
-
     plan, _ = make_plan(Request(SHAPE, sizes=(8,), space=space, seed=3))
     base = plan.key(plan.task("final", 8, "uniform", SMALL, BIG, 16))
     others = [
@@ -106,6 +105,24 @@ def test_bad_input_is_one_line_and_exit_2(megamoe, tmp_path, args, words) -> Non
     lines = answer.err.splitlines()
     assert answer.code == 2 and answer.out == "" and lines[0].startswith("error: ") and words in lines[0], answer.err
     assert not (tmp_path / "results").exists(), "nothing was started"
+
+
+def test_reserved_sms_bound_the_candidates_and_name_the_trials(megamoe, space) -> None:
+    args = ("tune", "--plan", "--rank-of", 8, "--seed", 7, "--space", space, "--tokens", "8,64", "--reserve-sms", 4)
+    assert "a model for 132 SMs, 4 reserved" in megamoe(*args).out
+    assert megamoe(*args, "--json").json["plan"]["reserve_sms"] == 4
+    refused = megamoe(*args[:-1], 132)
+    assert refused.code == 2 and "reserve_sms=132 leaves no SM for the kernel" in refused.err
+    wide = replace(SMALL, ctas=130)
+    whole, _ = make_plan(Request(SHAPE, sizes=(8,), space=space, seed=3, extra=[wide]))
+    with pytest.raises(UsageError, match="at most 128 per rank"):
+        make_plan(Request(SHAPE, sizes=(8,), space=space, seed=3, extra=[wide], reserve_sms=4))
+    plan, _ = make_plan(Request(SHAPE, sizes=(8,), space=space, seed=3, reserve_sms=4))
+    assert plan.shared_sms() == 128 and whole.shared_sms() == 132
+    task = plan.task("final", 8, "uniform", SMALL, BIG, 16)
+    assert plan.key(task) != whole.key(task), "other grids: another trial"
+    assert worker_command(plan)[-6:-4] == ["--reserve-sms", "4"] and "--reserve-sms" not in worker_command(whole)
+    assert fitted(wide, 1, 128).ctas == 0 and fitted(wide, 1, 132) == wide == fitted(wide, 1, None)
 
 
 def test_a_backend_that_this_machine_lacks_is_exit_3(megamoe, tmp_path) -> None:

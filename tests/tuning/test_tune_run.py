@@ -161,6 +161,17 @@ def test_the_fake_devices_table_goes_only_where_it_is_asked_to(rig) -> None:
     assert not (rig.folder / "data").exists() and (rig.run_folder / "table.yaml").is_file()
 
 
+def test_a_table_of_fewer_sms_says_so_and_goes_only_where_it_is_asked_to(rig) -> None:
+    """Ranks in processes of their own hear of the reserve too: the place they name is in the table."""
+    rig.script |= {"processes": True}
+    args = rig.fresh()
+    at = args.index("-o")
+    answer = rig.run([*args[:at], *args[at + 2:], "--reserve-sms", "4", "--tokens", "16", "--budget", "60s"])
+    assert "not put where tables are looked up: 4 SMs were reserved" in answer.err, answer.err
+    table = (rig.run_folder / "table.yaml").read_text()
+    assert "fake(1 on 1xFake, 4 SMs reserved)" in table and not (rig.folder / "data").exists()
+
+
 def test_budget_gives_the_best_so_far_and_says_partial(rig) -> None:
     rig.script["sleep_s"] = 0.1
     rig.extra = ("--budget", "3s")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megamoe_cli import combinations, policy_plan
 from megamoe_cli.compile.driver import BuildRequest, prepare
 from megamoe_cli.compile.entry import entry_text
-from megamoe_cli.config import ALLOWED, MAX_THREAD_REGISTERS, KernelConfig, check, grid_ctas, require, resolve
+from megamoe_cli.config import ALLOWED, LAUNCH_FIELDS, MAX_THREAD_REGISTERS, KernelConfig, check, grid_ctas, require, resolve
 from megamoe_cli.errors import UsageError
 from megamoe_cli.layout import SMEM_LIMIT, smem_bytes
 from megamoe_cli.shapes import NAMED_SHAPES, Shape
@@ -61,7 +61,8 @@ def test_a_covering_subset_covers():
 
 def test_the_policy_plan_runs_every_combination_at_every_phase_and_rank_count():
     plan = policy_plan.plan("all")
-    cells = Counter((combinations.settled(replace(c.config, lag=32, unit_blocks=8, order="auto")), c.phase, c.ranks) for c in plan.cases)
+    usual = {name: getattr(KernelConfig(), name) for name in LAUNCH_FIELDS}
+    cells = Counter((combinations.settled(replace(c.config, **usual)), c.phase, c.ranks) for c in plan.cases)
     assert set(cells) == set(product(plan.chosen, policy_plan.PHASES, policy_plan.RANKS)) and max(cells.values()) == 1
     assert len({c.id for c in plan.cases}) == len(plan.cases)
     for case in plan.cases:
@@ -70,6 +71,7 @@ def test_the_policy_plan_runs_every_combination_at_every_phase_and_rank_count():
     assert per_rank >= {1, 3, 7, 9, 48, 129}
     assert {case.config.lag for case in plan.cases} == {0, 1, 5, 1000} and len({case.config.unit_blocks for case in plan.cases}) >= 4
     assert {case.config.tile_order for case in plan.cases if case.config.policy == "fused"} == {"lag", "wave"}
+    assert {case.config.tail for case in plan.cases} == {0, 1}
     assert any(case.problem.shape.hidden > 16 * 128 and case.config.promotion == "rescale" for case in plan.cases), "the periodic carry"
     assert any(case.problem.shape.hidden % case.config.block_n for case in plan.cases), "a tile that overhangs H"
     assert str(len(plan.found.legal)) in plan.sentence() and plan.to_dict()["cases"] == len(plan.cases)

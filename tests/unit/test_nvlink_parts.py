@@ -294,8 +294,17 @@ def test_ctas_when_a_gpu_is_shared():
     shared = topology.Topology("processes", "processes(2 on 1xH200)", (2, 2))
     assert backend().max_ctas_per_rank == 132 and backend(place=shared).max_ctas_per_rank == 66
     assert backend(place=shared, ctas=8).max_ctas_per_rank == 8
-    with pytest.raises(errors.UsageError, match="leaves 1..66"):
+    with pytest.raises(errors.UsageError, match="67 CTAs per rank: 2 ranks on 132 SMs leave 1..66"):
         backend(place=shared, ctas=67)
+
+
+def test_reserved_sms():
+    own = backend(reserve_sms=8)
+    assert own.max_ctas_per_rank == 124 and own.where == "nvlink(2xH200, 8 SMs reserved)"
+    shared = topology.Topology("processes", "processes(2 on 1xH200)", (2, 2))
+    assert backend(place=shared, reserve_sms=1).max_ctas_per_rank == 65
+    with pytest.raises(errors.UsageError, match="at most 131"):
+        backend(reserve_sms=132)
 
 
 def test_closing_frees_between_two_meetings_and_only_when_all_went_well():

@@ -16,7 +16,7 @@ from tests.unit.phase_simulator import simulate
 
 CASES = load_cases()
 RUNNABLE = [c for c in CASES if c.expect == "match"]
-IDS = ["S01", "S03", "S04", "S06", "S08", "S10", "S12", "S13", "S14", "S16", "S18", "S19", "S20", "S22", "S24", "ROUTER"]
+IDS = ["S01", "S03", "S04", "S06", "S08", "S10", "S12", "S13", "S14", "S16", "S18", "S19", "S20", "S22", "S24", "S26", "S27", "ROUTER"]
 
 
 def test_all_cases_are_here():

@@ -14,7 +14,8 @@ import torch
 from megamoe_cli.abi import FaultRecord, KernelParams
 from megamoe_cli.backends.base import Kernel, Program
 from megamoe_cli.backends.cuda_runtime import pack_argument
-from megamoe_cli.backends.virtual import VirtualBackend, ctas_per_rank, open_backend
+from megamoe_cli.backends.sm_share import ctas_per_rank
+from megamoe_cli.backends.virtual import VirtualBackend, open_backend
 from megamoe_cli.config import KernelConfig
 from megamoe_cli.errors import EnvironmentUnfit, LaunchFault, TimedOut, UsageError
 from tests.unit.fake_cuda import H200, FakeCuda
@@ -85,6 +86,37 @@ def test_clusters_that_fit_bound_the_grid() -> None:
     cuda.clusters = 7
     with pytest.raises(UsageError, match="8 ranks of clusters of 2 cannot all be resident"):
         backend.load_built(built(replace(CONFIG, cluster=2), 2000))
+
+
+def test_reserved_sms_are_in_no_grid() -> None:
+    backend = VirtualBackend(8, FakeCuda(), reserve_sms=4)
+    assert (backend.max_ctas_per_rank, backend.grid(CONFIG)) == (16, 16), "128 SMs are still 16 each"
+    assert backend.where == "virtual(8 on 1xNVIDIA H200, 4 SMs reserved)"
+    backend = VirtualBackend(8, FakeCuda(), reserve_sms=5)
+    assert backend.grid(CONFIG) == 15 and backend.grid(replace(CONFIG, cluster=2)) == 14 and backend.grid(CONFIG, 132) == 15
+    assert VirtualBackend(1, FakeCuda(), reserve_sms=131).grid(CONFIG) == 1
+    for reserve, words in ((132, "leaves no SM for the kernel: the device has 132, so at most 131"), (-1, "reserve_sms=-1 is negative"),
+                           (125, "8 ranks cannot be resident at once on 7 SMs .132 less 125 reserved.")):  # fmt: skip
+        with pytest.raises(UsageError, match=words) as caught:
+            VirtualBackend(8, FakeCuda(), reserve_sms=reserve)
+        assert caught.value.exit_code == 2
+    with pytest.raises(UsageError, match="leave 1..15 for each"):
+        VirtualBackend(8, FakeCuda(), ctas=16, reserve_sms=5)
+
+
+def test_a_reserved_sm_may_spoil_a_cluster() -> None:
+    cuda = FakeCuda()
+    cuda.clusters = 60
+    backend = VirtualBackend(2, cuda, reserve_sms=3)
+    backend.load_built(built(replace(CONFIG, cluster=2), 1000))
+    assert backend.max_ctas_per_rank == 56, "(60 - 3) // 2 clusters, where 129 SMs alone would allow 64 CTAs"
+    backend.leave_sms(7)
+    assert backend.max_ctas_per_rank == 52 and backend.where == "virtual(2 on 1xNVIDIA H200, 7 SMs reserved)"
+    backend.leave_sms(3)
+    assert backend.share.reserve == 7, "the most that anybody asked for"
+    with pytest.raises(UsageError, match="leaves no SM"):
+        backend.leave_sms(132)
+    assert backend.max_ctas_per_rank == 52, "unchanged by what was refused"
 
 
 def test_more_ranks_than_hardware_queues() -> None:
