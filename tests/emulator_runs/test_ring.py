@@ -7,32 +7,19 @@ from typing import Any
 import pytest
 import torch
 
-from megamoe_cli import inputs
 from megamoe_cli.backends.emulator import EmulatorBackend
 from megamoe_cli.config import KernelConfig, ring_order
 from megamoe_cli.errors import UsageError
-from megamoe_cli.session import Session
 from megamoe_cli.shapes import Problem, Shape
+from tests.ring import outputs_on
 
 SHAPE = Shape(256, 128, 10, 2)  # five experts a rank: their segments do not end where the ring does
 
 
-def outputs(config: KernelConfig, tokens: tuple[int, ...], ring: int, launches: int = 2, **options: Any) -> list[torch.Tensor]:
-    """The ``y`` of every launch and rank, as bits."""
-    problem = Problem.make(SHAPE, 2, tokens)
+def outputs(config: KernelConfig, tokens: tuple[int, ...], ring: int, **options: Any) -> list[torch.Tensor]:
+    """The ``y`` of two launches on every rank, as bits."""
     with EmulatorBackend(2, **options) as backend:
-        session = Session(backend, problem, config, "combine", ring=ring)
-        datas = [inputs.make_case(problem, "powerlaw", 3, launch=n) for n in range(launches)]
-        for rank in range(2):
-            session.set_weights(rank, datas[0].weights[rank])
-            for n, data in enumerate(datas):
-                session.stage(n, rank, data.inputs[rank])
-        for n in range(launches):
-            session.launch(n)
-        result = session.run(60.0, snapshot="none")
-        result.raise_for_faults()
-        assert not result.run.diagnostics, result.run.report
-        return [out["y"].view(torch.int16).clone() for ranks in result.launches for out in ranks]
+        return outputs_on(backend, Problem.make(SHAPE, 2, tokens), config, ring)
 
 
 @pytest.mark.parametrize(("text", "ring"), [
