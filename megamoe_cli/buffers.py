@@ -122,7 +122,7 @@ def make_params(
         intermediate=shape.intermediate, num_experts=shape.experts, topk=shape.topk, pool_rows=pool, ring_rows=layout.ring,
         dispatch_ctas=dispatch_ctas((options.num_tokens_bound or tokens) * shape.topk, grid),
         lag=lag, unit_blocks=unit_blocks, smem_bytes=kernel.smem_bytes,
-        prefetch_blocks=prefetch_blocks(config, shape, options.num_tokens_bound or tokens, layout.ranks), stagger=config.stagger,
+        prefetch_blocks=prefetch_blocks(config, shape, options.num_tokens_bound or tokens, layout.ranks), stagger=config.stagger, ahead=config.ahead,
     )  # fmt: skip
     flags = ParamFlags.FAST_MATH if options.fast_math else ParamFlags.NONE
     if options.clamp is not None:

@@ -36,9 +36,9 @@ ALLOWED: dict[str, tuple] = {
     "split": ("auto", "m", "n"),
     "trace": (0, 1),
 }
-BOUNDS: dict[str, tuple[int, int]] = {"lag": (0, 65535), "unit_blocks": (1, 65535), "prefetch": (0, 64), "stagger": (0, 65535), "tail": (0, 1)}
+BOUNDS: dict[str, tuple[int, int]] = {"lag": (0, 65535), "unit_blocks": (1, 65535), "prefetch": (0, 64), "stagger": (0, 65535), "tail": (0, 1), "ahead": (0, 64)}
 # Told to a launch rather than compiled in: variants that differ in nothing else share a binary.
-LAUNCH_FIELDS = ("order", "lag", "unit_blocks", "prefetch", "stagger", "tail")
+LAUNCH_FIELDS = ("order", "lag", "unit_blocks", "prefetch", "stagger", "tail", "ahead")
 # (field, value) pairs the rules above allow and the kernel does not implement yet. Shrinks as it grows.
 NOT_IMPLEMENTED: frozenset[tuple[str, Any]] = frozenset()
 # frontend -> (dispatch warps, TMA warps). In `compact` both share one warpgroup.
@@ -90,6 +90,7 @@ class KernelConfig:
     prefetch: int = 6  # K-blocks of its likely first tile that a CTA asks into L2 before it knows the counts
     stagger: int = 0  # split=m: cycles by which the second warpgroup starts later, so that epilogues and products overlap
     tail: int = 0  # 1: the last L2 tiles are cut in two, so that they spread over more CTAs (two warpgroups, split along N)
+    ahead: int = 0  # K-blocks by which weights are asked into L2 ahead of their load
     regs_dispatch: int = 0
     regs_tma: int = 0
     regs_math: int = 0
@@ -218,7 +219,7 @@ class KernelConfig:
 
 
 _KIND = {int: "an integer", str: "a word"}
-_NAME_EXTRAS = {"block_k": "k", "math_threads": "t", "order": "", "split": "split-", "lag": "lag", "unit_blocks": "unit", "prefetch": "pre", "stagger": "stag", "tail": "tail"}
+_NAME_EXTRAS = {"block_k": "k", "math_threads": "t", "order": "", "split": "split-", "lag": "lag", "unit_blocks": "unit", "prefetch": "pre", "stagger": "stag", "tail": "tail", "ahead": "ahead"}
 _DEFAULT = KernelConfig()
 
 

@@ -90,7 +90,8 @@ struct alignas(64) KernelParams {
     u32 prefetch_blocks;  // K-blocks of its likely first tile that a CTA asks into L2 before it knows the counts; 0: none
     u32 ring_rows;        // G: rows of the pool that memory is there for, a multiple of 128
     u32 stagger;          // cycles by which the second of two warpgroups with rows of their own starts later
-    u32 reserved[12];
+    u32 ahead;            // K-blocks by which weights are asked into L2 ahead of their load; 0: not at all
+    u32 reserved[11];
 };
 static_assert(sizeof(KernelParams) % 64 == 0, "packed by the host as one blob");
 

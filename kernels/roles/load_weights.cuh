@@ -94,6 +94,8 @@ MM_DEVICE void load_tile_weights(const KernelParams& p, u8* smem, const CtaBarri
         u64* full = bars.stage_full(stage.slot());
         u8* to = smem + Plan::kB + stage.slot() * Plan::kBBytes + place;
         hw::mbarrier_arrive_expect_tx(full, rows * 128);
+        // Beyond the stages, weights wait in L2: HBM goes on while the math warps wait or are in an epilogue.
+        if (p.ahead != 0 && load + p.ahead < num_k) hw::bulk_prefetch_l2(from + p.ahead * kStep, bytes);
         if constexpr (C::kCluster == 1) hw::bulk_load(to, from, bytes, full);
         else hw::bulk_load_multicast(to, from, bytes, full, (1 << C::kCluster) - 1);
         stage.advance();
