@@ -156,7 +156,10 @@ def load_cases(path: Path | str | None = None) -> list[NamedCase]:
     file = Path(path) if path is not None else DEFAULT_PATH
     if not file.is_file():
         raise EnvironmentUnfit(f"no case file at {file}", hint="run from a checkout, or name the file")
-    content = yaml.safe_load(file.read_text())
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UsageError(f"{file} is no YAML in UTF-8: {' '.join(str(error).split())}", rule="case-file") from None
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
         raise UsageError(f"{file} is not of schema {SCHEMA}", rule="case-file")
     return [NamedCase(str(c["id"]), c["why"], c["expect"], c) for c in content["cases"]]

@@ -127,7 +127,11 @@ def from_entry(entry: Mapping[str, Any], timeout_s: float = 120.0) -> Case:
 def read_corpus(path: Path, timeout_s: float = 120.0) -> list[Case]:
     """The cases of a corpus file; UsageError names the line that is none."""
     cases = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}", rule="corpus") from None
+    for number, line in enumerate(text.splitlines(), 1):
         if line.strip():
             try:
                 cases.append(from_entry(json.loads(line), timeout_s))

@@ -112,6 +112,8 @@ def load_toml(path: Path) -> dict[str, Any]:
         raise UsageError(f"settings file {path} cannot be read: {error.strerror or error}") from None
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{path} is not valid TOML: {error}") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
 
 
 def find_project_file(start: Path) -> Path | None:

@@ -53,10 +53,12 @@ def log_command(ctx: click.Context, file: Path | None, results_dir: Path | None,
     phases = [p for text in values["phase"] for p in names(text, phase_names(), "phase")]
     ranks = integers(values["ranks"], "--ranks") if values["ranks"] else []
     made = writing.make(_results(app, results_dir), path, run_ids=values["runs"], phases=phases, ranks=ranks,
-                        request=values["request"], issues=values["issues"], next_steps=values["next_steps"])
+                        request=values["request"], issues=values["issues"], next_steps=values["next_steps"], warn=app.warn)
     if not values["dry_run"]:
         entry.append(path, made)
         app.say(f"entry {made['id']} written to {path}")
+        if complaints := entry.parse(entry.read_log(path))[1]:
+            app.warn(f"{path} has text that belongs to no entry ({complaints[0].partition(':')[0]}); megamoe log check calls it false")
     if app.json:
         app.emit(made)
     elif values["dry_run"] or app.verbosity > 0:
@@ -92,10 +94,10 @@ def list_command(app: App, runs: bool, file: Path | None, results_dir: Path | No
     from megamoe_cli.devlog import entry, journal, writing
 
     path = writing.log_path(file)
-    entries = entry.parse(path.read_text(encoding="utf-8"))[0] if path.is_file() else []
+    entries = entry.parse(entry.read_log(path))[0]
     about = {run["id"]: parsed.id for parsed in entries for run in parsed.entry["evidence"]["runs"]}
     if runs:
-        lines = journal.read(_results(app, results_dir))
+        lines = journal.read(_results(app, results_dir), app.warn)
         rows = [{"id": l["id"], "kind": l["kind"], "exit_code": l["exit_code"], "seconds": l["seconds"], "entry": about.get(l["id"])} for l in lines]  # noqa: E741
     else:
         rows = [{"id": p.id, "written": p.entry["written"], "commit": p.entry["evidence"]["source"].get("commit"),
@@ -125,9 +127,9 @@ def check_command(app: App, strict: bool, file: Path | None, results_dir: Path |
     path = writing.log_path(file)
     if not path.is_file():
         raise UsageError(f"there is no log: {path}", hint="megamoe log writes the first entry", rule="log-entry")
-    findings, complaints = check_file(path, _results(app, results_dir))
+    findings, complaints = check_file(path, _results(app, results_dir), app.warn)
     false = sum(bool(f.false) for f in findings)
-    unproven = sum(bool(f.unproven) for f in findings)
+    unproven = sum(bool(f.unproven) and not f.false for f in findings)
     if app.json:
         app.emit({"schema": "megamoe.log-check/1", "entries": [f.to_dict() for f in findings], "complaints": complaints})
     else:
@@ -135,10 +137,11 @@ def check_command(app: App, strict: bool, file: Path | None, results_dir: Path |
             for text in finding.false:
                 click.echo(f"{path}:{finding.line}: entry {finding.id}: FALSE: {text}")
             if finding.unproven and not finding.false:
-                click.echo(f"{path}:{finding.line}: entry {finding.id}: consistent; its records are not here: {', '.join(finding.unproven)}")
+                click.echo(f"{path}:{finding.line}: entry {finding.id}: NOT PROVEN: digest fits, record not here: {', '.join(finding.unproven)}")
         for text in complaints:
             click.echo(f"{path}: {text}")
-        click.echo(f"{len(findings)} entries: {len(findings) - false - unproven} proven by records, {unproven} consistent, {false} false")
+        click.echo(f"{len(findings)} entries: {len(findings) - false - unproven} proven by records, {unproven} not proven (digest "
+                   f"fits, record not here), {false} false" + (f"; {len(complaints)} places belong to no entry" if complaints else ""))
     if false or complaints:
         return ExitCode.NO
     return ExitCode.INCONCLUSIVE if strict and unproven else ExitCode.DONE

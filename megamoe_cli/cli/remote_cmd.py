@@ -93,7 +93,19 @@ def remote_command(ctx: click.Context, on: str | None, host: str | None, dry_run
             raise UsageError(f"--env takes NAME=VALUE, not {item!r}", rule="remote-target")
         env[check_env_name(name, "--env")] = value
     given = {"host": host, "container": container, "path": path, "python": python, "gpus": gpus, "env": env, "timeout": limit}
+    _end_on_hangup(ctx)
     ctx.meta[_KEY] = Options(on, dry_run, detach, wait_s, remote_compiler, given)
+
+
+def _end_on_hangup(ctx: click.Context) -> None:
+    """SIGHUP (a closed terminal) ends us as SIGTERM does, so that ssh and rsync are ended too; nohup keeps its meaning."""
+    import signal
+    import threading
+
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGHUP) != signal.SIG_DFL:
+        return
+    signal.signal(signal.SIGHUP, lambda number, frame: signal.raise_signal(signal.SIGTERM))
+    ctx.call_on_close(lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL))
 
 
 def options_of(ctx: click.Context, values: dict[str, Any]) -> Options:
@@ -156,13 +168,14 @@ def attach_command(ctx: click.Context, job: str | None, **values: Any) -> int:
 
 @remote_command.command("status")
 @common_options
+@click.option("--all", "everything", is_flag=True, help="Every job that ended, not the latest alone.")
 @json_option
 @click.pass_context
-def status_command(ctx: click.Context, **values: Any) -> int:
-    """Jobs of this checkout there, and who holds the box."""
+def status_command(ctx: click.Context, everything: bool, **values: Any) -> int:
+    """Who holds the box, and the jobs of this checkout there."""
     from megamoe_cli.remote.flow import status
 
-    return status(ctx.obj, options_of(ctx, values))
+    return status(ctx.obj, options_of(ctx, values), everything)
 
 
 @remote_command.command("cancel")

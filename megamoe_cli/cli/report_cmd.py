@@ -41,7 +41,7 @@ def report_command(app: App, runs: tuple[str, ...], **values: Any) -> int:
     """
     from megamoe_cli import paths
     from megamoe_cli.report import found_runs
-    from megamoe_cli.report.overview import overview
+    from megamoe_cli.report.overview import overview_or_problem
 
     chosen = [f"--{name}" for name in ("last", "since") if values[name]] + ["--all"] * values["everything"] + ["--kind"] * bool(values["kinds"])
     if runs and chosen:
@@ -56,7 +56,7 @@ def report_command(app: App, runs: tuple[str, ...], **values: Any) -> int:
     everything = values["everything"] or values["listed"] and not (runs or chosen)
     found = found_runs.select(known, runs, last=last, kinds=values["kinds"], since=since, everything=everything)
     by_id = {run.id: run for run in known}
-    views = [overview(run, by_id) for run in found]
+    views = [overview_or_problem(run, by_id) for run in found]
     for text in complaints:
         app.warn(text)
     if app.json:

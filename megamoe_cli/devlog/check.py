@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megamoe_cli.devlog import evidence
-from megamoe_cli.devlog.entry import Parsed, parse, render
+from megamoe_cli.devlog.entry import Parsed, parse, read_log, render
 from megamoe_cli.devlog.journal import JournalBroken, digest, read
 from megamoe_cli.errors import MegamoeError
 
@@ -26,11 +26,11 @@ class Finding:
         return {"id": self.id, "line": self.line, "false": self.false, "unproven": self.unproven}
 
 
-def check_file(path: Path, results_dir: Path) -> tuple[list[Finding], list[str]]:
+def check_file(path: Path, results_dir: Path, warn: Callable[[str], None] = lambda text: None) -> tuple[list[Finding], list[str]]:
     """Every entry, and what in the file belongs to none (or a journal that was changed)."""
-    entries, complaints = parse(path.read_text(encoding="utf-8"))
+    entries, complaints = parse(read_log(path))
     try:
-        journal = {line["id"]: line for line in read(results_dir)}
+        journal = {line["id"]: line for line in read(results_dir, warn)}
     except JournalBroken as error:
         return [check_entry(entry, {}, results_dir) for entry in entries], [*complaints, str(error)]
     return [check_entry(entry, journal, results_dir) for entry in entries], complaints

@@ -19,7 +19,7 @@ from megamoe_cli.devlog.journal import digest
 SCHEMA = "megamoe.log-entry/1"
 HEADING = "# Development log\n\nWritten by `megamoe log` from run records; `megamoe log check` finds what was changed by hand.\n"
 _OPEN, _CLOSE = "<!-- megamoe-log ", " -->"
-_BLOCK = re.compile(r"^<!-- megamoe-log (\{.*\}) -->\n(.*?)^<!-- megamoe-log-end (\S+) -->$", re.M | re.S)
+_BLOCK = re.compile(r"^<!-- megamoe-log (\{[^\n]*\}) -->\n((?:(?!<!-- megamoe-log)[^\n]*\n)*?)<!-- megamoe-log-end (\S+) -->$", re.M)
 
 
 def build(entry_id: str, evidence: Mapping[str, Any], changes: Mapping[str, Any] | None, *, request: str, issues: Sequence[str],
@@ -122,8 +122,13 @@ class Parsed:
 
 
 def parse(text: str) -> tuple[list[Parsed], list[str]]:
-    """The entries of a log file, and what in it belongs to none: (entries, complaints)."""
-    found, complaints, end = [], [], 0
+    """The entries of a log file, and what in it belongs to none: (entries, complaints). Only the header that ``append``
+    writes may stand outside of entries, at the beginning."""
+    found, complaints, end, known = [], [], 0, set()
+    if text.startswith(HEADING):
+        end = len(HEADING)
+    elif text.strip():
+        complaints.append(f"line 1: the log does not begin with the header that megamoe log writes ({HEADING.splitlines()[0]!r} and one line)")
     for match in _BLOCK.finditer(text):
         complaints += _stray(text[end:match.start()], text.count("\n", 0, end) + 1)
         line, end = text.count("\n", 0, match.start()) + 1, match.end()
@@ -135,18 +140,41 @@ def parse(text: str) -> tuple[list[Parsed], list[str]]:
             complaints.append(f"line {line}: the data of this entry cannot be read")
             continue
         found.append(Parsed(entry, match[2], match[3], line))
+        if found[-1].id in known:
+            complaints.append(f"line {line}: entry {found[-1].id} stands here a second time")
+        known.add(found[-1].id)
     return found, complaints + _stray(text[end:], text.count("\n", 0, end) + 1)
 
 
 def _stray(text: str, first: int) -> list[str]:
-    """Headings and markers outside of entries: an entry that was pasted, or lost its markers."""
-    return [f"line {first + n}: {line.strip()[:60]!r} belongs to no entry that megamoe log wrote"
-            for n, line in enumerate(text.split("\n")) if line.startswith(("## ", "<!-- megamoe-log"))]
+    """Text outside of entries: a claim put in by hand, an entry that was pasted or lost its markers. One complaint for
+    lines that stand together."""
+    found, before = [], False
+    for n, line in enumerate(text.split("\n")):
+        marks = line.startswith(("## ", "<!-- megamoe-log"))
+        if line.strip() and (marks or not before):
+            found.append(f"line {first + n}: {line.strip()[:60]!r} belongs to no entry that megamoe log wrote")
+        before = bool(line.strip())
+    return found
+
+
+def read_log(path: Path) -> str:
+    """The text of a log file; empty when there is none. UsageError when it cannot be read, or is not UTF-8."""
+    from megamoe_cli.errors import UsageError
+
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror or error}", rule="log-file") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}", rule="log-file") from None
 
 
 def append(path: Path, entry: Mapping[str, Any]) -> None:
     """Adds the entry at the end of the file, which is made when it is not there."""
     from megamoe_cli.report.junit import write_text
 
-    old = path.read_text(encoding="utf-8") if path.is_file() else HEADING
+    old = read_log(path) or HEADING
     write_text(path, old.rstrip("\n") + "\n\n" + block(entry))

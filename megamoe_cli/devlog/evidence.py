@@ -31,7 +31,12 @@ def records_of(line: Mapping[str, Any], results_dir: Path, needed: bool = True) 
             continue
         if file_digest(path) != record["sha256"]:
             raise Refused(f"run {line['id']}: its record {path} was changed after the run", hint="run it again")
-        found.append(json.loads(path.read_text(encoding="utf-8")))
+        try:
+            found.append(json.loads(path.read_bytes()))
+        except ValueError as error:
+            raise Refused(f"run {line['id']}: its record {path} is no JSON: {error}", hint="run it again") from None
+        if not isinstance(found[-1], dict):
+            raise Refused(f"run {line['id']}: its record {path} is no run record", hint="run it again")
     return found
 
 
@@ -69,7 +74,7 @@ def times(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def issues(records: Sequence[Mapping[str, Any]]) -> list[str]:
     """What did not pass, in a line each, and what that means for the claims."""
     bad = [r for record in records for r in record.get("results", []) if r["status"] not in ("pass", "not run")]
-    found = [f"{r['id']}: {r['status']}{': ' + r['message'] if r.get('message') else ''}" for r in bad[:_ISSUES]]
+    found = [f"{r['id']}: {r['status']}{': ' + _head(r['message']) if r.get('message') else ''}" for r in bad[:_ISSUES]]
     if len(bad) > _ISSUES:
         found.append(f"{len(bad) - _ISSUES} more cases did not pass")
     skipped = sum(r["status"] == "not run" for record in records for r in record.get("results", []))
@@ -79,6 +84,12 @@ def issues(records: Sequence[Mapping[str, Any]]) -> list[str]:
     if places and all(place.startswith("emulator") for place in places):
         found.append("emulator only: nothing here is about a GPU")
     return found
+
+
+def _head(message: str) -> str:
+    """A hang's message has a line for every warp that waits: its first one says what is the matter."""
+    first, _, rest = message.strip().partition("\n")
+    return f"{first} (more in the record)" if rest else first
 
 
 def command_rows(line: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ _LOCK_S = 10.0
 
 
 class JournalBroken(MegamoeError):
-    """A line is no JSON, or was changed after it was written."""
+    """A line was changed after it was written, or one is missing."""
 
     exit_code = 1  # ExitCode.NO: looked, and the answer is no
 
@@ -61,15 +61,36 @@ def make_line(run: Run, exit_code: int, previous: str) -> dict[str, Any]:
     facts = dict(run.facts)
     paths = [Path(path) for path in facts.pop("records", []) if Path(path).is_file()]
     records = [{"path": _relative(path, run.results_dir), "sha256": file_digest(path)} for path in paths]
-    document = json.loads(paths[0].read_text(encoding="utf-8")) if paths else {}
+    document = _document(paths[0]) if paths else {}
     line = {
         "schema": SCHEMA, "id": (document.get("id") if len(paths) == 1 else None) or new_run_id(run.kind.replace(" ", "-"), run.started), "kind": run.kind,
-        "command": ["megamoe", *sys.argv[1:]], "started": _stamp(run.started), "seconds": round(time.monotonic() - run.clock, 3),
+        "command": ["megamoe", *without_values(sys.argv[1:])], "started": _stamp(run.started), "seconds": round(time.monotonic() - run.clock, 3),
         "exit_code": int(exit_code), "source": document.get("source") or source_state(),
         "host": document.get("host") or host_state(), "where": document.get("where", []), "records": records,
         **facts, "previous": previous}  # fmt: skip
     line = json.loads(json.dumps(line, default=str))  # what the digest is over is what stands in the file
     return {**line, "digest": line_digest(line)}
+
+
+def _document(path: Path) -> dict[str, Any]:
+    """A run record; empty for one that cannot be read (a far side may send anything): the line is written all the same."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def without_values(words: Sequence[str]) -> list[str]:
+    """A command line as it may be kept: the values of ``remote --env NAME=VALUE`` may be secrets."""
+    out: list[str] = []
+    for word in words:
+        option, equals, rest = word.partition("=") if word.startswith("--env=") else ("", "", word)
+        if option or out and out[-1] == "--env":
+            name, has_value, _ = rest.partition("=")
+            word = option + equals + name + (has_value and "=***")
+        out.append(word)
+    return out
 
 
 def _stamp(seconds: float) -> str:
@@ -92,41 +113,66 @@ def finish(run: Run, exit_code: int) -> dict[str, Any]:
     try:
         with FileLock(str(run.results_dir / f".{NAME}.lock"), timeout=_LOCK_S):
             line = make_line(run, exit_code, _last_digest(path))
+            text = "\n" * _ends_torn(path) + json.dumps(line) + "\n"
             with open(path, "a", encoding="utf-8") as stream:
-                stream.write(json.dumps(line) + "\n")
+                stream.write(text)
                 stream.flush()
     except Timeout:
         raise OSError(f"another process holds {path} for more than {_LOCK_S:g} s") from None
     return line
 
 
+_TORN = "unreadable"  # what was once written as the digest of a line that was torn
+
+
 def _last_digest(path: Path) -> str:
-    if not path.is_file():
-        return ""
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    """Of the last line that is one; torn lines (a full disk, a killed writer) do not count."""
+    return next((found["digest"] for text in reversed(_lines(path)) if (found := _parsed(text)) is not None), "")
+
+
+def _lines(path: Path) -> list[bytes]:
+    return [line for line in path.read_bytes().split(b"\n") if line.strip()] if path.is_file() else []
+
+
+def _parsed(text: bytes) -> dict[str, Any] | None:
+    """None for what is no line of a journal: torn, or of another program."""
     try:
-        return json.loads(lines[-1])["digest"] if lines else ""
+        line = json.loads(text)  # UnicodeDecodeError is a ValueError
+        return line if isinstance(line["digest"], str) and isinstance(line, dict) else None
     except (ValueError, KeyError, TypeError):
-        return "unreadable"
+        return None
 
 
-def read(results_dir: Path) -> list[dict[str, Any]]:
-    """All lines, oldest first. JournalBroken for the first one that is not as it was written."""
+def _ends_torn(path: Path) -> bool:
+    """Does the file end in the middle of a line?"""
+    try:
+        with open(path, "rb") as stream:
+            stream.seek(-1, 2)
+            return stream.read(1) != b"\n"
+    except OSError:  # not there, or empty
+        return False
+
+
+def read(results_dir: Path, warn: Callable[[str], None] = lambda text: None) -> list[dict[str, Any]]:
+    """All lines, oldest first. JournalBroken for the first one that is not as it was written. What is no line at all (torn
+    by a full disk or a killed writer) is left out: ``warn`` hears of it once. A run that somebody made unreadable is
+    missed by the line after it all the same."""
     path = results_dir / NAME
-    if not path.is_file():
-        return []
     out: list[dict[str, Any]] = []
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    torn: list[int] = []
+    for number, text in enumerate(path.read_bytes().split(b"\n") if path.is_file() else [], 1):
         if not text.strip():
             continue
-        try:
-            line = json.loads(text)
-            known = line["digest"]
-        except (ValueError, KeyError, TypeError):
-            raise JournalBroken(f"{path}, line {number}: not a line of a journal") from None
-        if line.get("schema") != SCHEMA or line_digest(line) != known:
+        line = _parsed(text)
+        if line is None:
+            torn.append(number)
+            continue
+        if line.get("schema") != SCHEMA or line_digest(line) != line["digest"]:
             raise JournalBroken(f"{path}, line {number}: changed after it was written")
-        if line["previous"] != (out[-1]["digest"] if out else ""):
+        if line["previous"] != (out[-1]["digest"] if out else "") and not (torn and line["previous"] == _TORN):
             raise JournalBroken(f"{path}, line {number}: the line before it is not the one it followed")
         out.append(line)
+    if torn:
+        which = f"line {torn[0]} is" if len(torn) == 1 else f"lines {', '.join(map(str, torn))} are"
+        warn(f"{path}: {which} torn and left out; the runs they were about are not known")
     return out

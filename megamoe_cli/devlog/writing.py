@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +28,15 @@ def logged_runs(path: Path) -> tuple[set[str], str | None]:
     """(ids of the runs that entries are about, commit of the last entry)."""
     if not path.is_file():
         return set(), None
-    entries, _ = entry.parse(path.read_text(encoding="utf-8"))
+    entries, _ = entry.parse(entry.read_log(path))
     ids = {run["id"] for parsed in entries for run in parsed.entry["evidence"]["runs"]}
     return ids, (entries[-1].entry["evidence"]["source"].get("commit") if entries else None)
 
 
-def choose(results_dir: Path, path: Path, run_ids: Sequence[str]) -> list[dict[str, Any]]:
+def choose(results_dir: Path, path: Path, run_ids: Sequence[str], warn: Callable[[str], None] = lambda text: None) -> list[dict[str, Any]]:
     """The journal's lines the entry is about: those asked for, or all since the last entry that are about the sources of
     the newest one. Inner steps of a ci run have lines of their own."""
-    lines = read(results_dir)
+    lines = read(results_dir, warn)
     if run_ids:
         by_id = {line["id"]: line for line in lines}
         unknown = [run for run in run_ids if run not in by_id]
@@ -54,9 +54,9 @@ def choose(results_dir: Path, path: Path, run_ids: Sequence[str]) -> list[dict[s
 
 
 def make(results_dir: Path, path: Path, *, run_ids: Sequence[str] = (), phases: Sequence[str] = (), ranks: Sequence[int] = (),
-         request: str = "", issues: Sequence[str] = (), next_steps: Sequence[str] = ()) -> dict[str, Any]:  # fmt: skip
+         request: str = "", issues: Sequence[str] = (), next_steps: Sequence[str] = (), warn: Callable[[str], None] = lambda text: None) -> dict[str, Any]:  # fmt: skip
     """The data of a new entry. Refused for what was not run, was changed since, or is about other sources than these."""
-    lines = choose(results_dir, path, run_ids)
+    lines = choose(results_dir, path, run_ids, warn)
     proven = evidence.gather(lines, results_dir)
     evidence.require(proven, phases, ranks)
     _, previous = logged_runs(path)
@@ -86,7 +86,7 @@ def find(path: Path, wanted: str | None) -> entry.Parsed:
     """The entry with this id (or the only one that begins so); the last one without an id."""
     if not path.is_file():
         raise UsageError(f"there is no log: {path}", hint="megamoe log writes the first entry", rule="log-entry")
-    entries, _ = entry.parse(path.read_text(encoding="utf-8"))
+    entries, _ = entry.parse(entry.read_log(path))
     if wanted is None and entries:
         return entries[-1]
     matching = [parsed for parsed in entries if wanted and parsed.id.startswith(wanted)]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from megamoe_cli.errors import ExitCode
 from megamoe_cli.remote import commands
-from megamoe_cli.remote.passthrough import NEEDED, Inner
+from megamoe_cli.remote.passthrough import Inner
 from megamoe_cli.remote.targets import Target
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def build_command(visit: Visit, job: str, inner: Inner) -> list[str]:
     words = [target.python, "-B", f"{place}/tree/megamoe_cli/remote/far_build.py", f"{place}/inputs/{KERNELS}"]
     quiet = ["-q"] if {"-q", "--quiet"} & set(inner.args) else []
     env = commands.environment(target, remote_compiler=False, more={})
-    return commands.job(target, job, [*words, *quiet], env, what="compiling emulator kernels", lock=False, need=NEEDED,
+    return commands.job(target, job, [*words, *quiet], env, what="compiling emulator kernels", lock=False, need=inner.need,
                         limit_s=target.build_timeout)
 
 
@@ -70,6 +70,6 @@ def too_slow_text(visit: Visit) -> str:
             "build_timeout of the target, or use --detach")
 
 
-def outcome(code: int) -> bool:
-    """Did the job of ``build_there`` end because somebody or something ended it?"""
+def was_ended(code: int) -> bool:
+    """Did somebody or something end the job of ``build_there``?"""
     return code in (ExitCode.TIMEOUT, ExitCode.INTERRUPTED, ExitCode.TERMINATED, 137)

@@ -7,6 +7,7 @@ import re
 import secrets
 import shlex
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,16 +18,19 @@ import click
 from megamoe_cli import paths
 from megamoe_cli.errors import EnvironmentUnfit, ExitCode, MegamoeError, TimedOut, UsageError
 from megamoe_cli.remote import commands, started_jobs
-from megamoe_cli.remote.passthrough import Inner, parse
-from megamoe_cli.remote.runs import Visit, innermost
+from megamoe_cli.remote.passthrough import NO_GPU, Inner, parse
+from megamoe_cli.remote.before_run import build_command, build_there, too_slow_text, wanted_there, was_ended
+from megamoe_cli.remote.explain import innermost
+from megamoe_cli.remote.runs import Visit
 from megamoe_cli.remote.targets import Target
-from megamoe_cli.remote.transport import SSH_FAILED, Attached, ConnectionLost, Step, explain_ssh
+from megamoe_cli.remote.transport import SSH_FAILED, Attached, ConnectionLost, Step, explain_killed, explain_ssh
 
 if TYPE_CHECKING:
     from megamoe_cli.cli.app import App
     from megamoe_cli.cli.remote_cmd import Options
 
 RECORDS = ("results.json", "ci.json", "bench.json", "summary.json", "ranking.json")  # what a run folder may hold
+_ENDED_SHOWN = 5  # ended jobs that status lists
 _JOB = re.compile(r"[0-9]{8}-[0-9]{6}-[a-z]+-[0-9a-f]{4}")
 
 
@@ -62,10 +66,17 @@ def run_command(app: App, options: Options, name: str, args: Sequence[str], *, b
     try:
         with visit.alone():
             visit.prepare()
+            if name not in NO_GPU:
+                visit.require_gpus()
             if visit.has_gpu or name == "build":
                 visit.prebuild(inner.builds, inner.params.get("jobs"), some_may_fail=name == "tune")
             visit.sync()
             visit.send_inputs(inner)
+            if wanted := wanted_there(visit, inner, background):
+                code = build_there(visit, new_job("build"), inner, wanted)
+                if was_ended(code):
+                    click.echo(too_slow_text(visit), err=True) if visit.ended == "time limit" else None
+                    return closed(app, visit, code, [], too_slow_text(visit))
             command = visit.job_command(job, inner, detach=background)
             if background:
                 started_jobs.keep(job, visit, inner, results)
@@ -83,8 +94,20 @@ def run_command(app: App, options: Options, name: str, args: Sequence[str], *, b
             click.echo(json.dumps({"job": job}) if app.json else job)
             return ExitCode.DONE
         return attach(app, options, job)
+    return closed(app, visit, code, folders)
+
+
+def closed(app: App, visit: Visit, code: int, folders: Sequence[Path], too_slow: str = "") -> int:
+    """The last line about a job that did not end by itself, and its exit code: 130 when it was the user who ended it.
+    ``too_slow``: what to say when its time was up."""
+    if visit.interrupts > 1 or visit.interrupts and code == ExitCode.INTERRUPTED:
+        how = "was ended" if visit.interrupts > 1 else "ended"
+        click.echo(f"interrupted: the job on {visit.target.label} {how}; nothing of it is left there", err=True)
+        return ExitCode.INTERRUPTED
     if code == ExitCode.TIMEOUT:
-        app.say(_timeout_text(visit, folders))
+        click.echo(too_slow or _timeout_text(visit, folders), err=True)
+    elif visit.ended:
+        click.echo(f"error: {visit.target.label}: the far side ended the job: {visit.ended}", err=True)
     return code
 
 
@@ -134,7 +157,7 @@ def more_slices(app: App, visit: Visit, code: int, job: str, args: Sequence[str]
 
 def _timeout_text(visit: Visit, folders: Sequence[Path]) -> str:
     """Whose time was up: the command's, or that of something inside it; and the innermost fault of the records."""
-    over = visit.end.get("reason") == "time limit"
+    over = "time limit" in (visit.ended, visit.end.get("reason"))
     outer = f"the {visit.target.limits().command:g} s of the command are over" if over else "something inside the command timed out"
     fault = innermost(folders)
     return f"error: {visit.target.label}: {outer}" + (f"; innermost: {fault}" if fault else "")
@@ -160,10 +183,14 @@ def print_plan(app: App, visit: Visit, inner: Inner, job: str, background: bool)
     target = visit.target
     sync, folder = commands.sync(target)
     lines = [commands.prepare(target)]
+    visit.gpus = int(target.gpus not in ("all", "none"))  # asked for by number: without them nothing runs
     if inner.builds and not visit.remote_compiler:
         lines.append(commands.sync_prebuilt(target, Path("CUBINS")))
     lines += [["cd", str(folder)], sync]
     lines += [commands.send_folder(target, Path("INPUTS"), "inputs")] if inner.sent else []
+    lines += [commands.send_private(target, Path("VARIABLES"))] if target.env else []
+    if wanted_there(visit, inner, background):
+        lines += [commands.send_folder(target, Path("KERNELS"), "inputs"), build_command(visit, new_job("build"), inner)]
     lines += [visit.job_command(job, inner, detach=background), commands.fetch(target, f"jobs/{job}", Path("RESULTS"))]
     if app.json:
         app.emit({"schema": "megamoe.remote-plan/1", "commands": lines})
@@ -178,25 +205,33 @@ def run_shell(app: App, options: Options, words: Sequence[str]) -> int:
     visit = visit_of(app, options)
     target, job = visit.target, new_job("shell")
     env = commands.environment(target, remote_compiler=True, more={})
+    reads = bool(words) and not options.detach and not sys.stdin.isatty()
     if words:
-        command = commands.job(target, job, list(words), env, what=shlex.join(words), wait_s=visit.wait_s, detach=options.detach)
+        command = commands.job(target, job, list(words), env, what=shlex.join(words), wait_s=visit.wait_s, detach=options.detach, reads=reads)
     else:
         command = commands.terminal(target, job, env)
     if options.dry_run:
-        click.echo(shlex.join(command))
+        for line in [*([commands.send_private(target, Path("VARIABLES"))] if target.env else []), command]:
+            click.echo(shlex.join(line))
         return ExitCode.DONE
     with visit.alone():
         visit.prepare()
+        visit.require_gpus()
         visit.sync()
         if words and options.detach:
             visit.start(job, command)
             click.echo(job)
             return ExitCode.DONE
         if words:
-            return visit.run(job, command)
-    code = subprocess.call(command)
+            return closed(app, visit, visit.run(job, command, source=sys.stdin.fileno() if reads else None), [])
+        visit.send_private(job)
+    step = Step("shell", command)
+    step.ended(subprocess.call(command))
     visit.reap([job])
-    return code
+    if killed := explain_killed(target, step):
+        raise killed
+    assert step.exit_code is not None
+    return step.exit_code
 
 
 def latest_job(visit: Visit) -> str:
@@ -220,8 +255,8 @@ def attach(app: App, options: Options, job: str | None) -> int:
     if follower.interrupts:
         app.say(f"job {job} goes on; megamoe remote attach {job}, or megamoe remote cancel {job}")
         return ExitCode.INTERRUPTED
-    if code == SSH_FAILED:
-        error = explain_ssh(visit.target, step.stderr)
+    if code == SSH_FAILED or step.killed_by:
+        error = explain_killed(visit.target, step) or explain_ssh(visit.target, step.stderr)
         raise EnvironmentUnfit(f"{error}; job {job} goes on there", hint=f"megamoe remote attach {job}")
     if code == ExitCode.NOTHING_SELECTED and "there is no job" in step.stderr:
         raise UsageError(f"{visit.target.label} has no job {job}", hint="megamoe remote status", rule="remote-job")
@@ -232,7 +267,8 @@ def attach(app: App, options: Options, job: str | None) -> int:
     return code
 
 
-def status(app: App, options: Options) -> int:
+def status(app: App, options: Options, everything: bool = False) -> int:
+    """Who holds the box, what runs, and what ended lately (``everything``: all that is known)."""
     visit = visit_of(app, options)
     if options.dry_run:
         click.echo(shlex.join(commands.ssh(visit.target, commands.agent(visit.target, ["status"]))))
@@ -241,14 +277,20 @@ def status(app: App, options: Options) -> int:
     if app.json:
         app.emit({"schema": "megamoe.remote-status/1", "target": visit.target.label, **answer})
         return ExitCode.DONE
+    for name, holder in (answer["locks"] or {}).items():
+        click.echo(f"taken: {name} by {holder['who']}: {holder['what']}" if holder else f"taken: {name}")
+    ended = [entry for entry in answer["jobs"] if entry["end"]]
+    hidden = {entry["job"] for entry in ended[:-_ENDED_SHOWN]} if app.verbosity < 1 and not everything else set()
     for entry in answer["jobs"]:
+        if entry["job"] in hidden:
+            continue
         end = entry["end"]
         how = f"exit {end['exit']}, {end['reason']}, {end['seconds']:.0f} s" if end else f"{entry['processes']} processes"
         click.echo(f"{entry['job']}  {entry['state']:<8} {how:<32} {' '.join(entry.get('command') or [])[:100]}")
     if not answer["jobs"]:
         click.echo("no jobs")
-    for name, holder in (answer["locks"] or {}).items():
-        click.echo(f"taken: {name} by {holder['who']}: {holder['what']}" if holder else f"taken: {name}")
+    if hidden:
+        click.echo(f"{len(hidden)} older jobs that ended: megamoe remote status --all")
     return ExitCode.DONE
 
 

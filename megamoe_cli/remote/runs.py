@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megamoe_cli import paths
-from megamoe_cli.errors import EnvironmentUnfit, MegamoeError, TimedOut, UsageError
+from megamoe_cli.errors import EnvironmentUnfit, MegamoeError, TimedOut
 from megamoe_cli.remote import commands, transport
+from megamoe_cli.remote.before_run import private_folder
+from megamoe_cli.remote.explain import explain_prepare, load
 from megamoe_cli.remote.far_jobs import NOT_STARTED
 from megamoe_cli.remote.hold import TAKEN
 from megamoe_cli.remote.passthrough import NO_GPU, Inner, kept_name, packages, sent_name
@@ -35,7 +37,6 @@ SCHEMA = "megamoe.remote/1"
 _SHORT_S = 30.0  # a step that only asks
 _COPY_S = 120.0
 _FULL_KIB = 256  # less than the largest file we send
-_FAULT_CHARS = 300  # a fault of 8 ranks names them all
 _RECONNECT_S = (0.0, 1.0, 3.0)
 
 
@@ -89,7 +90,7 @@ class Visit:
         """The folder is ours, the container answers, nothing of an earlier run is left."""
         step = self._call("prepare", commands.prepare(self.target), _SHORT_S)
         if step.exit_code != 0:
-            raise self._explain_prepare(step)
+            raise explain_prepare(self.target, step)
         lines = step.stdout.splitlines()
         self.gpus = next((int(line[5:]) for line in lines if re.fullmatch(r"gpus=\d+", line)), 0)
         left = next((json.loads(line) for line in lines if line.startswith("{")), {"ended": [], "running": []})
@@ -116,28 +117,6 @@ class Visit:
             if entry["left"]:
                 raise EnvironmentUnfit(f"{self.target.label}: processes {entry['left']} of an earlier job cannot be killed",
                                        hint="they are stuck in a driver call; ask who runs the machine")
-
-    def _explain_prepare(self, step: Step) -> MegamoeError:
-        target = self.target
-        if step.exit_code == commands.NOT_OURS:
-            return UsageError(f"{target.label}: {target.path} has contents that megamoe did not put there",
-                              hint="set path to a new folder: what lies in it is deleted when it is gone here", rule="remote-target")
-        if step.exit_code == commands.NO_CONTAINER:
-            return EnvironmentUnfit(f"{target.label}: container {target.container} does not answer: {last_line(step.stderr)}",
-                                    hint=f"start it on the host, with {target.path} mounted")
-        if step.exit_code == commands.NOT_MOUNTED:
-            return EnvironmentUnfit(f"{target.label}: container {target.container} does not see {target.inside}",
-                                    hint=f"mount {target.path} into it, or set container_path to where it is mounted")
-        if step.exit_code == commands.NO_TIMEOUT:
-            where = f"container {target.container}" if target.container else "the machine"
-            return EnvironmentUnfit(f"{target.label}: {where} has no timeout that ends a command (timeout --foreground -k): "
-                                    f"{last_line(step.stderr) or 'it fails'}", hint="install GNU coreutils there")
-        if killed := explain_killed(target, step):
-            return killed
-        if step.exit_code == transport.SSH_FAILED:
-            return explain_ssh(target, step.stderr)
-        return EnvironmentUnfit(f"{target.label}: {target.path} cannot be prepared: {last_line(step.stderr) or step.exit_code}",
-                                hint=space_hint(target) if any(words in step.stderr for words in DISK_FULL) else None)
 
     def sync(self) -> list[str]:
         """Sends what changed; returns the names of the files that travelled."""
@@ -371,8 +350,8 @@ class Visit:
 
     def document(self, job: str, folder: Path) -> dict[str, Any]:
         """Where the results come from: target, machine, how the job ended, who built the cubins, every command line."""
-        far = _load(folder / "job.json") or {}
-        self.end = _load(folder / "end.json") or self.end
+        far = load(folder / "job.json") or {}
+        self.end = load(folder / "end.json") or self.end
         target = self.target
         return {"schema": SCHEMA, "job": job, "target": target.name, "host": target.host, "container": target.container or None,
                 "gpus": target.gpus, "limits": vars(target.limits()), "machine": far.get("facts"), "command": far.get("command"),
@@ -400,26 +379,6 @@ def _source_state() -> dict[str, Any]:
     return source_state()
 
 
-def _load(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-
-
 def _last_words(step: Step) -> str:
     said = last_line(step.stderr)
     return f"; its last words: {said}" if said else ""
-
-
-def innermost(folders: Sequence[Path]) -> str:
-    """The fault nearest to the device that the records hold, or an empty string."""
-    order = ("fault", "hang", "crash", "error", "fail")
-    found: list[tuple[int, str]] = []
-    for folder in folders:
-        for result in (_load(folder / "results.json") or {}).get("results", []):
-            if result.get("status") in order:
-                fault = " ".join(str((result.get("fault") or {}).get("text") or result.get("message") or result["status"]).split())
-                more = fault[_FAULT_CHARS:] and "... (the rest is in the record)"
-                found.append((order.index(result["status"]), f"{result['id']}: {result['status']}: {fault[:_FAULT_CHARS]}{more}"))
-    return min(found)[1] if found else ""

@@ -60,7 +60,7 @@ def find_runs(results_dir: Path) -> tuple[list[FoundRun], list[str]]:
 
     problems: list[str] = []
     try:
-        lines = journal.read(results_dir)
+        lines = journal.read(results_dir, problems.append)
     except MegamoeError as error:
         lines, problems = [], [str(error)]
     by_id = {line["id"]: line for line in lines}
@@ -93,13 +93,18 @@ def _time(text: str | None, file: Path | None = None) -> datetime:
     """Of a stamp with its zone (+0000); without one that of the file, or the beginning of time."""
     try:
         return datetime.strptime(text or "", "%Y-%m-%dT%H:%M:%S%z")
-    except ValueError:
+    except (ValueError, TypeError):
         return datetime.fromtimestamp(file.stat().st_mtime if file else 0, timezone.utc)
 
 
 def inner_ids(runs: Sequence[FoundRun]) -> set[str]:
     """Runs that are steps of a ci run."""
-    return {step["run"] for run in runs if run.kind == "ci" for step in run.record.get("steps", []) if step.get("run")}
+    steps = [step for run in runs if run.kind == "ci" for step in _list(run.record.get("steps"))]
+    return {str(step["run"]) for step in steps if isinstance(step, Mapping) and step.get("run")}
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def select(runs: Sequence[FoundRun], wanted: Sequence[str] = (), *, last: int | None = None, kinds: Sequence[str] = (),

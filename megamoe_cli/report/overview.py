@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from megamoe_cli.report.found_runs import FoundRun
+from megamoe_cli.report.waiters import shortened
 
 SHOWN_FAILURES = 20
 _MARKS = {"pass": "pass", "not run": "not run"}
@@ -29,6 +31,15 @@ def overview(run: FoundRun, others: Mapping[str, FoundRun] | None = None) -> dic
         "failed_contenders": [f for record in benches for f in record.get("failed", [])],
         "tune": tune(run) if run.kind == "tune" else None,
     }
+
+
+def overview_or_problem(run: FoundRun, others: Mapping[str, FoundRun] | None = None) -> dict[str, Any]:
+    """The same; of a record that is not what megamoe writes (edited, or of another version) only that this is so."""
+    try:
+        return overview(run, others)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        problem = f"{run.folder}: its record is not one that megamoe writes: {type(error).__name__}: {error}"
+        return overview(replace(run, record={}, line={}, folder=None, problems=[*run.problems, problem]))
 
 
 def places(run: FoundRun) -> list[str]:
@@ -83,7 +94,7 @@ def verdict(row: Mapping[str, Any]) -> str:
 def failures(results: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     bad = [r for r in results if r["status"] not in ("pass", "not run")]
     return [{"id": r["id"], "status": r["status"], "where": r.get("where") or "",
-             "text": " ".join(str((r.get("fault") or {}).get("text") or r.get("message") or _first_finding(r)).split()),
+             "text": " ".join(shortened(str((r.get("fault") or {}).get("text") or r.get("message") or _first_finding(r))).split()),
              "repro": r.get("repro") or ""} for r in bad]  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megamoe_cli.protocol import CaseResult
+from megamoe_cli.report.waiters import shortened
 from megamoe_cli.testplan import Case
 
 FULL_TABLE_ROWS = 60  # more cases than this: one line per phase, and the cases that did not pass
@@ -166,9 +167,9 @@ def _exact(value: Any) -> str:
 def describe_failure(case: Case, result: CaseResult) -> list[str]:
     """Lines: what, where each finding is, the fault record, the last words on stderr, how to run it again."""
     head = f"{result.status.upper()} {case.id} on {result.where or case.backend}"
-    lines = [f"{head}: {result.message}" if result.message else head]
+    lines = [f"{head}: {shortened(result.message)}" if result.message else head]
     for finding in result.findings[:FINDINGS_SHOWN]:
-        lines.append(f"  {finding_line(finding)}")
+        lines.append(f"  {shortened(finding_line(finding))}")
     total = max(result.findings_total, len(result.findings))
     if total > FINDINGS_SHOWN:
         lines.append(f"  ... {total} findings in all, the first {len(result.findings)} in the run record")

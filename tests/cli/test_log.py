@@ -53,7 +53,7 @@ def test_an_entry_says_what_ran(megamoe) -> None:
     assert "failed (1)" in text and "- l1-r8-t7: fail: 1 row \\| differs" in text and "- slow at 7 tokens" in text and "- fix it" in text
     assert "emulator only: nothing here is about a GPU" in text
     checked = megamoe(*CHECK)
-    assert checked.code == 0 and checked.out == "1 entries: 1 proven by records, 0 consistent, 0 false\n"
+    assert checked.code == 0 and checked.out == "1 entries: 1 proven by records, 0 not proven (digest fits, record not here), 0 false\n"
     again = megamoe(*LOG)
     assert again.code == 5 and "no run in out since the last entry" in again.err
 
@@ -165,7 +165,8 @@ def test_a_careful_forger_is_caught_by_the_records(megamoe, logged) -> None:
 def test_where_the_records_are_not_it_says_so(megamoe, logged) -> None:
     shutil.rmtree("out")
     answer = megamoe(*CHECK)
-    assert answer.code == 0 and "consistent; its records are not here" in answer.out and "1 consistent" in answer.out
+    assert answer.code == 0 and "NOT PROVEN: digest fits, record not here: " in answer.out and "1 not proven" in answer.out
+    assert "consistent" not in answer.out
     assert megamoe(*CHECK, "--strict").code == 6
     Path("log.md").write_text(logged.replace("1 of 2", "2 of 2"))
     assert megamoe(*CHECK).code == 1
@@ -176,4 +177,99 @@ def test_an_entry_from_nowhere(megamoe, logged) -> None:
     answer = megamoe(*CHECK)
     assert answer.code == 1 and "belongs to no entry that megamoe log wrote" in answer.out
     Path("log.md").write_text(re.sub("<!-- megamoe-log-end.*-->", "", logged))
+    assert megamoe(*CHECK).code == 1
+
+
+@pytest.mark.parametrize("change, line", [
+    (lambda text: text + "\nCombine passed on 8 H200.\n", "'Combine passed on 8 H200.'"),
+    (lambda text: text + "| combine | 8 | 8 | 64 | nvlink(8xH200) | 5 of 5 |\n", "nvlink(8xH200)"),
+    (lambda text: text.rstrip("\n") + " All passed on an H200.\n", "megamoe-log"),
+    (lambda text: text.replace("Written by `megamoe log` from run records", "All phases passed on 8 H200s"), "line 1: the log does not begin"),
+    (lambda text: "All passed.\n" + text, "line 1: 'All passed.'"),
+    (lambda text: text.replace("<!-- megamoe-log {", "Passed.\n<!-- megamoe-log {"), "'Passed.'"),
+    (lambda text: text + "\n" + text[text.index("<!-- megamoe-log {"):], "stands here a second time"),
+])  # fmt: skip
+def test_a_claim_outside_of_the_entries(megamoe, logged, change, line) -> None:
+    """Wherever it stands: nothing but the header and entries made from records may be in the file."""
+    Path("log.md").write_text(change(logged))
+    answer = megamoe(*CHECK)
+    assert answer.code == 1 and line in answer.out, answer.out
+    assert "0 false; 1 places" in answer.out or "belong to no entry" in answer.out
+    if line.startswith("'"):
+        number = 1 + next(n for n, text in enumerate(Path("log.md").read_text().splitlines()) if line.strip("'") in text)
+        assert f"line {number}: {line}" in answer.out
+
+
+def test_two_entries_and_a_broken_one_between(megamoe, logged) -> None:
+    ran(case("l2", 8, [8] * 8))
+    assert megamoe(*LOG).code == 0
+    checked = megamoe(*CHECK)
+    assert checked.code == 0 and "2 entries: 2 proven" in checked.out, checked.out
+    Path("log.md").write_text(Path("log.md").read_text().replace("<!-- megamoe-log-end", "All good <!-- megamoe-log-end", 1))
+    checked = megamoe(*CHECK)
+    assert checked.code == 1 and "1 entries: 1 proven" in checked.out, "the second is still found"
+
+
+# ---- a journal that was torn, files that are not text ----
+
+
+@pytest.mark.parametrize("torn", ['{"schema": "megamoe.journal/1", "id": "2026', "\0" * 40, "gr\xfc\xdfe".encode("latin-1").decode("latin-1")])
+def test_a_torn_line_costs_only_its_own_run(megamoe, torn) -> None:
+    """A killed writer, a full disk, a power cut: the next record begins on a line of its own, and one warning is all."""
+    first = ran(case("l1", 8, [8] * 8))
+    with open("out/journal.jsonl", "ab") as stream:
+        stream.write(torn.encode("latin-1"))
+    second = ran(case("l2", 8, [8] * 8))
+    third = ran(case("combine", 8, [8] * 8))
+    answer = megamoe(*LOG)
+    assert answer.code == 0 and answer.err.count("warning: ") == 1 and "line 2 is torn and left out" in answer.err, answer.err
+    text = Path("log.md").read_text()
+    assert all(name in text for name in (first, second, third))
+    checked = megamoe(*CHECK)
+    assert checked.code == 0 and "1 proven" in checked.out and checked.err.count("torn") == 1
+    assert megamoe("log", "list", "--runs", "--file", "log.md", "--results-dir", "out").out.count("exit 0") == 3
+    assert megamoe("report", "--list", "--results-dir", "out").code == 0
+
+
+def test_a_run_made_unreadable_is_missed(megamoe) -> None:
+    """Tearing a line by hand is no way to lose a failure."""
+    for ranks in (1, 2, 8):
+        ran(case("l1", ranks, [8] * ranks))
+    path = Path("out/journal.jsonl")
+    first, second, third = path.read_text().splitlines()
+    path.write_text(f"{first}\n{second[:40]}\n{third}\n")
+    answer = megamoe(*LOG)
+    assert answer.code == 1 and "line 3: the line before it is not the one it followed" in answer.err
+
+
+@pytest.mark.parametrize("args", [LOG, CHECK, ("log", "show", "--file", "log.md"), ("log", "list", "--file", "log.md")])
+def test_a_log_that_is_not_utf_8(megamoe, args) -> None:
+    ran(case("l1", 8, [8] * 8))
+    Path("log.md").write_bytes("# Größe\n".encode("latin-1"))
+    answer = megamoe(*args)
+    assert answer.code == 2 and answer.err.startswith("error: log.md is not UTF-8 text"), answer.err
+
+
+def test_values_of_variables_are_not_kept(megamoe, monkeypatch) -> None:
+    monkeypatch.setattr("sys.argv", ["megamoe", "remote", "--env", "TOKEN=s3cret", "--env=OTHER=hush", "test"])
+    ran(case("l1", 8, [8] * 8))
+    megamoe(*LOG)
+    text = Path("log.md").read_text() + Path("out/journal.jsonl").read_text()
+    assert "s3cret" not in text and "hush" not in text and "remote --env 'TOKEN=***' '--env=OTHER=***' test" in text
+
+
+def test_a_hang_is_one_line_of_an_entry(megamoe) -> None:
+    ran(case("l1", 8, [8] * 8, "hang", message="not done within 20 s\n" + "rank 0 CTA 0 warp 1: barrier 3 x32 lanes\n" * 400), code=124)
+    assert megamoe(*LOG).code == 0
+    text = Path("log.md").read_text()
+    assert "hang: not done within 20 s (more in the record)" in text and "warp 1" not in text
+    assert megamoe(*CHECK).code == 0
+
+
+def test_an_entry_in_a_file_that_is_no_log(megamoe) -> None:
+    """It is written, since it is asked for; what stands beside it does not count, and that is said."""
+    Path("log.md").write_text("# My notes\n\nAll passed.\n")
+    ran(case("l1", 8, [8] * 8))
+    answer = megamoe(*LOG)
+    assert answer.code == 0 and "text that belongs to no entry" in answer.err
     assert megamoe(*CHECK).code == 1

@@ -208,7 +208,7 @@ def test_a_broken_journal_is_said_and_the_records_are_shown(megamoe, three) -> N
     with open("out/journal.jsonl", "a") as stream:
         stream.write("{}\n")
     answer = megamoe(*REPORT, "--last", "3")
-    assert answer.code == 0 and "journal.jsonl, line 4" in answer.err and "20260102-030401-test-0001" in answer.out
+    assert answer.code == 0 and "journal.jsonl: line 4 is torn" in answer.err and "20260102-030401-test-0001" in answer.out
 
 
 # ---- pages ----
@@ -281,3 +281,77 @@ def test_after_a_real_test(megamoe, monkeypatch) -> None:
     assert line_with(answer.out, "stub").split()[-1] == "pass" and "emulator(1 rank x 2 CTAs)" in answer.out
     assert "passed: 1 of 1 cases passed" in answer.out
     assert len(journal.read(Path("out"))) == 1, "showing is no run"
+
+
+HANG = "emulator(8 ranks x 2 CTAs): not done within 20 s\nstopped: still running\n" + "".join(
+    [f"rank {rank}: launch 1 (l1), 2 CTAs live\n" for rank in range(8)]
+    + [f"rank {rank} CTA {cta} warp {warp}: polling counts+{8 * warp} = {rank} at kernels/roles/a.cuh:{warp} x32 lanes\n"
+       for rank in range(8) for cta in range(2) for warp in range(12)])  # fmt: skip
+
+
+def test_a_hang_on_a_screen(megamoe, monkeypatch) -> None:
+    """Every warp of every rank waits: the screen groups them by place, the record has them all."""
+    from dataclasses import replace
+
+    from megamoe_cli import testplan
+    from megamoe_cli.protocol import CaseResult
+    from megamoe_cli.report.tables import describe_failure
+
+    found = testplan.expand(testplan.Request(ranks="8", phase="l1", tokens="8", backend="emulator"))[0]
+    lines = "\n".join(describe_failure(found, replace(CaseResult(found.id, "hang"), message=HANG))).splitlines()
+    assert len(lines) < 20, lines
+    assert "not done within 20 s" in lines[0] and any("(and 15 more like it, 8 ranks)" in line for line in lines)
+    assert any("96 more waits at 6 more places" in line for line in lines)
+    path = ran("20260102-030405-test-0001", result("l1", 8, [48] * 8, "hang", message=HANG), code=124)
+    answer = megamoe(*REPORT)
+    assert answer.code == 0 and len(answer.out.splitlines()) < 60 and "not done within 20 s" in answer.out
+    assert json.loads(path.read_text())["results"][0]["message"] == HANG
+
+
+def test_hangs_as_the_test_command_shows_them(megamoe, fake) -> None:
+    """Two cases that hang on 8 ranks: a screenful, and every waiter in the record."""
+    fake.verdict = lambda case: {"status": "hang", "message": HANG, "exit_code": 124}
+    answer = megamoe("test", "--ranks", "8", "--phase", "l1,l2", "--tokens", "8", "--backend", "emulator", "--results-dir", "out")
+    assert answer.code == 124, answer.err
+    assert len(answer.out.splitlines()) < 40 > len(answer.err.splitlines()) and answer.out.count("not done within 20 s") == 2
+    (record,) = Path("out").glob("*/results.json")
+    assert [entry["message"] for entry in json.loads(record.read_text())["results"]] == [HANG, HANG]
+
+
+@pytest.mark.parametrize("content", [b"gr\xfc\xdfe", b"[1]", b'{"results": [{"x": 1}]}', b'{"results": "many", "steps": 3}', b'{"finished": 7, "steps": [1]}'])
+@pytest.mark.parametrize("name", ["results.json", "ci.json", "bench.json", "summary.json"])
+def test_a_record_that_somebody_edited(megamoe, content: bytes, name: str) -> None:
+    """It is a run that cannot be read; the others are shown."""
+    ran("20260102-030405-test-0001", result("l1", 8, [48] * 8))
+    path = ran("20260102-030406-test-0002", result("l2", 8, [48] * 8)).parent
+    (path / "results.json").unlink()
+    (path / name).write_bytes(content)
+    answer = megamoe(*REPORT, "--all")
+    assert answer.code == 0 and "internal" not in answer.err, answer.err
+    assert "l1" in answer.out
+    assert megamoe(*REPORT, "--list").code == 0 and megamoe(*REPORT, "--json", "--all").code == 0
+
+
+NOT_TEXT = "größe = 1\n".encode("latin-1")
+
+
+@pytest.mark.parametrize("args", [
+    ("--config-file", "file", "test", "--dry-run"), ("table", "check", "file"),
+    ("bench", "--baseline", "file", "--fail-on-regression", "3%"), ("tune", "--space", "file", "--plan", "--shape", "tiny"),
+    ("fuzz", "--corpus", "file"), ("tune", "--resume", "folder"),
+])  # fmt: skip
+def test_files_that_are_not_utf_8(megamoe, args: tuple[str, ...]) -> None:
+    """Every text file that a user may have edited: exit 2, and the file is named."""
+    Path("file").write_bytes(NOT_TEXT)
+    Path("folder").mkdir()
+    (Path("folder") / "plan.json").write_bytes(NOT_TEXT)
+    answer = megamoe(*args)
+    assert answer.code == 2 and ("file" in answer.err or "plan.json" in answer.err), answer.err
+
+
+@pytest.mark.parametrize("name", ["config/megamoe/config.toml", "pyproject.toml"])
+def test_settings_that_are_not_utf_8(megamoe, name: str) -> None:
+    Path(name).parent.mkdir(parents=True, exist_ok=True)
+    Path(name).write_bytes(b"[tool.megamoe]\n# " + NOT_TEXT)
+    answer = megamoe("test", "-n")
+    assert answer.code == 2 and f"{name} is not UTF-8 text" in answer.err, answer.err

@@ -118,6 +118,7 @@ class Far:
         script.write_text(f'#!/bin/bash\nif [ "$1" = -m ]; then\n{body}\nexit\nfi\nexec "{sys.executable}" "$@"\n')
         script.chmod(0o755)
         self.settings["python"] = str(script)
+        self.settings.setdefault("build_timeout", 0)  # it runs no kernel
         return up
 
     def stubborn(self) -> str:

@@ -49,6 +49,7 @@ class Box:
     folder: Path
     environment: dict[str, str] = field(default_factory=dict)
     file_size_limit: int | None = None
+    gpus: int = 8  # that it seems to have
     port: int = 0
     socket: Path | None = None
     process: subprocess.Popen | None = None
@@ -88,7 +89,10 @@ class Box:
 
     def start(self) -> Box:
         # SHLVL: bash then does not take itself for a remote login and reads no .bashrc of the person who runs the tests
-        sets = [f'{name}="{value}"' for name, value in {"SHLVL": "2", **self.environment}.items()]
+        sets = [f'{name}="{value}"' for name, value in {"SHLVL": "2", "MEGAMOE_DEVICES": str(self.folder / "dev"), **self.environment}.items()]
+        (self.folder / "dev").mkdir(exist_ok=True)
+        for index in range(self.gpus):
+            (self.folder / "dev" / f"nvidia{index}").touch()
         (self.folder / "sshd_config").write_text(
             f"ListenAddress 127.0.0.1:{self.port}\nHostKey {self.folder}/host_key\nPidFile none\n"
             f"AuthorizedKeysFile {self.folder}/authorized_keys\nPasswordAuthentication no\nKbdInteractiveAuthentication no\n"

@@ -153,6 +153,8 @@ def test_ctrl_c_twice_ends_it(lone: Far) -> None:
     assert len(lone.processes()) >= 4, "once does not end it"
     client.send_signal(signal.SIGINT)
     _, err = client.communicate(timeout=60)
-    assert client.returncode == 143, err
+    assert client.returncode == 130, err
+    assert err.splitlines()[-3:] == ["interrupt passed on; once more ends the job", "ending the job",
+                                     "interrupted: the job on far was ended; nothing of it is left there"]
     assert record_of_end(lone)["reason"] == "stopped by the client"
     lone.assert_nothing_left()

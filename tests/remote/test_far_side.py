@@ -95,6 +95,7 @@ def test_a_container_whose_user_may_not_write(far: Far) -> None:
         answer = far.run("shell", "true")
         assert answer.code == 3, answer.err
         assert error_of(answer.err) == f"error: far: cannot write to {far.state}: Permission denied"
+        assert "free some space" not in answer.err
         far.assert_nothing_left()
 
 
@@ -119,6 +120,7 @@ def test_a_disk_that_fills_up_in_the_middle(far: Far, small_disk: Path) -> None:
     assert "end.json: No space left on device" in answer.err
     again = far.run(*STUB)
     assert again.code == 3 and "No space left on device" in error_of(again.err), again.err
+    assert f"hint: free some space on box below {far.path}" in again.err, "not: check python, container and path"
     far.assert_nothing_left()
 
 
@@ -225,14 +227,13 @@ def test_through_a_jump_host(far: Far) -> None:
 def test_any_gpu_counts(tmp_path: Path) -> None:
     """A container may be given the third one alone."""
     def look() -> str:
-        script = commands._LOOK.replace("/dev/nvidia", f"{tmp_path}/nvidia")
-        return subprocess.run(["sh", "-c", script, "sh", str(tmp_path), str(tmp_path / "agent"), "python"], capture_output=True, text=True,
-                              check=True).stdout
+        return subprocess.run(["sh", "-c", commands._LOOK, "sh", str(tmp_path), str(tmp_path / "agent"), "python"], capture_output=True,
+                              text=True, check=True, env={**os.environ, "MEGAMOE_DEVICES": str(tmp_path)}).stdout
 
     (tmp_path / "nvidiactl").touch()
-    assert look() == "gpu=0\n"
+    assert look() == "gpus=0\n"
     (tmp_path / "nvidia3").touch()
-    assert look() == "gpu=1\n"
+    assert look() == "gpus=1\n"
 
 
 def test_the_lock_runs_on_old_hosts() -> None:

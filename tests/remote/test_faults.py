@@ -61,6 +61,9 @@ def test_the_record_of_a_device_fault_is_the_innermost(far: Far) -> None:
     assert answer.code == 124, answer.err
     assert re.search(r"innermost: dispatch-r2-tiny-t8-\S+: fault: rank \d, CTA 0, .*: waited [\d.]+ s for rank \d", error_of(answer.err))
     assert len(error_of(answer.err)) < 500, "one line"
+    assert len(answer.out.splitlines()) < 40 and "more like it, 2 ranks)" in answer.out, "a screenful, and the record has every waiter"
+    (folder,) = runs_in(far)
+    assert (folder / "results.json").read_text().count(" warp ") > 20
     far.assert_nothing_left()
 
 
@@ -104,7 +107,7 @@ def test_a_full_disk(far: Far, small_disk: Path) -> None:
     far.path = small_disk / "far"
     answer = far.run(*STUB)
     assert answer.code == 3 and error_of(answer.err) == "error: far: the disk is full; sync stopped"
-    assert "hint: free some space" in answer.err
+    assert f"hint: free some space on box below {far.path}, or set path" in answer.err
     far.assert_nothing_left()
 
 

@@ -39,7 +39,8 @@ def test_eight_ranks(far: Far) -> None:
     origin = json.loads((folder / "remote.json").read_text())
     assert (origin["host"], origin["target"], origin["end"]["exit"]) == ("box", "far", 0)
     assert origin["machine"]["host"] == os.uname().nodename and origin["machine"]["cpus"] == os.cpu_count()
-    assert [step["what"] for step in origin["steps"]] == ["prepare", "sync", "run", "fetch"]
+    assert [step["what"] for step in origin["steps"]] == [
+        "prepare", "sync", "send kernel list", "send variables", "build there", "send variables", "run", "fetch"]
     assert all(step["exit_code"] == 0 for step in origin["steps"][:3])
     assert journal_line(far)["records"][0]["sha256"] == journal.file_digest(folder / "results.json")
     assert str(far.path) not in answer.err, "paths of the other machine help nobody"
@@ -54,8 +55,9 @@ def test_dry_run_prints_what_would_run_and_touches_nothing(far: Far) -> None:
     again = far.run(*STUB, "-n")
     assert answer.code == again.code == 0 and not far.path.exists()
     lines = answer.out.splitlines()
-    assert [shlex.split(line)[0] for line in lines] == ["ssh", "cd", "rsync", "ssh", "rsync"]
-    assert "timeout --foreground -k 1 50" in lines[3] and "megamoe_cli test --ranks 1 --phase stub" in lines[3]
+    assert [shlex.split(line)[0] for line in lines] == ["ssh", "cd", "rsync", "rsync", "ssh", "ssh", "rsync"]
+    assert "timeout --foreground -k 1 300" in lines[4] and "far_build.py" in lines[4], "kernels of the emulator have a limit of their own"
+    assert "timeout --foreground -k 1 50" in lines[5] and "megamoe_cli test --ranks 1 --phase stub" in lines[5]
     assert len(again.out.splitlines()) == len(lines)
 
 
@@ -77,6 +79,8 @@ def test_exit_codes_come_back(far: Far, code: int) -> None:
     (("test", "--rnaks", "8"), "No such option"), (("test", "--ranks", "64"), "outside 1..32"), (("--on", "fra", *STUB), "did you mean 'far'"),
     (("--gpus", "0,0", *STUB), "different GPU indices"), (("--env", "A", *STUB), "NAME=VALUE"), (("tset",), "No such command"),
     (("--path", "/", *STUB), "a folder of its own"), (("cancel", "x"), "is no job"),
+    (("--host=-oX", *STUB), "--host: '-oX' is no host name"), (("--timeout", "inf", *STUB), "--timeout: 'inf' is not a positive, finite number of seconds"),
+    (("--timeout", "nan", *STUB), "--timeout: 'nan' is not a positive"), (("--timeout", "-1", *STUB), "--timeout: '-1' is not a positive"),
 ])  # fmt: skip
 def test_bad_input_is_refused_here(far: Far, args: tuple[str, ...], words: str) -> None:
     answer = far.run(*args)
