@@ -12,21 +12,9 @@ struct SharedWords {
     MM_DEVICE u32 operator()(u32 i) const { return hw::lds_u32(words + i); }
 };
 
+// Half an L2 tile is a warpgroup's column part, and the other warpgroup has nothing to do.
 template <class C>
 constexpr bool kCanHalve = TileShape<C>::kParts == 2 && C::kMathWarpgroups == 2 && C::kPhase >= Phase::kL2;
-
-// The experts whose L2 tiles come last and would not keep all CTAs busy: their tiles are cut in two. Only where a column
-// part is a warpgroup's, so that the other one has nothing to do.
-template <class C>
-MM_DEVICE u32 halves_from(const StreamShape& s, const ExpertTables<C>& tables) {
-    u32 expert = s.experts, tiles = 0;
-    while (expert > 0) {
-        tiles += ceil_div(hw::lds_u32(tables.active_rows + expert - 1), s.block_m) * s.l2_columns;
-        if (tiles > num_clusters<C>()) break;
-        --expert;
-    }
-    return expert;
-}
 
 template <class C>
 MM_DEVICE StreamShape stream_shape(const KernelParams& p, const ExpertTables<C>& tables) {
@@ -38,14 +26,14 @@ MM_DEVICE StreamShape stream_shape(const KernelParams& p, const ExpertTables<C>&
     s.wave = (p.flags & kWaveOrder) != 0;
     s.pair = C::kCluster;
     s.ring_rows = p.ring_rows;
-    if (kCanHalve<C> && (p.flags & kHalveTail)) s.halves_from = halves_from<C>(s, tables);
+    if (kCanHalve<C> && (p.flags & kHalveTail)) s.halve_last = num_clusters<C>();   // what would not keep all CTAs busy
     s.l1_columns = p.intermediate / 128;   // whole requantization groups, whatever BLOCK_N
     s.l2_columns = C::kPhase >= Phase::kL2 ? ceil_div(p.hidden, C::kBlockN) : 0;
     return s;
 }
 
-// Where this CTA's share of K-block 0 of a tile's weights (its `rows` rows from `first` on) lies; the next K-block follows kWeightTileRows * 128 bytes on.
-// In L1 column tiles are always whole weight tiles, in L2 BLOCK_N rows.
+// Where this CTA's share of K-block 0 of a tile's weights (its `rows` rows from `first` on) lies; the next K-block
+// follows kWeightTileRows * 128 bytes on. In L1 column tiles are always whole weight tiles, in L2 BLOCK_N rows.
 template <class C>
 MM_DEVICE const u8* tile_weights(const KernelParams& p, bool l1, u32 expert, u32 n, u32 rows, u32 first) {
     const u32 num_k = (l1 ? p.hidden : p.intermediate) / 128, tiles = l1 ? p.intermediate / 128 : ceil_div(p.hidden, kWeightTileRows);

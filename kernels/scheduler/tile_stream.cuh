@@ -7,7 +7,7 @@
 // Inside a segment tiles go column tile by column tile with row blocks innermost, so that
 // neighbouring CTAs share a weight tile. CTA c takes tile c first, then whatever a counter hands out.
 //
-// The L2 tiles of the last experts may be cut in two (`halves_from`): what is left at the end then spreads over more CTAs.
+// The L2 tiles of the last experts may be cut in two (`halve_last`): what is left at the end then spreads over more CTAs.
 //
 // Every wait of a tile refers to tiles earlier in this order, and a CTA takes its tiles in order, so the
 // earliest unfinished tile can always run: no deadlock for any lag, grid or expert counts.
@@ -22,7 +22,7 @@ struct StreamShape {
     u32 l1_columns, l2_columns;   // column tiles of each GEMM; l2_columns = 0 leaves L2 out
     bool wave = false;
     u32 pair = 1;           // CTAs that share a tile: block_m rows are so many row blocks
-    u32 halves_from = ~0u;  // experts (among those with rows) from which on L2 tiles are halves
+    u32 halve_last = 0;     // the last experts whose L2 tiles are together at most so many have them cut in two
     u32 ring_rows = ~0u;    // places in memory: pool row r lies in place r % ring_rows
 };
 
@@ -59,6 +59,7 @@ public:
         l1_.open_expert(shape_, rows_);
         l2_ = l1_;
         if (shape_.l2_columns == 0) l2_.expert = shape_.experts;
+        halves_from_ = first_halved();
         next_segment();
     }
 
@@ -92,12 +93,21 @@ public:
 private:
     using Cursor = UnitCursor<Rows>;
 
+    MM_HOST_DEVICE u32 first_halved() const {
+        u32 expert = shape_.experts, tiles = 0;
+        while (shape_.halve_last != 0 && expert > 0) {
+            tiles += ceil_div(rows_(expert - 1), shape_.block_m) * shape_.l2_columns;
+            if (tiles > shape_.halve_last) break;
+            --expert;
+        }
+        return expert;
+    }
     MM_HOST_DEVICE void open(Cursor& cursor, bool is_l1, u32 columns) {
         unit_ = cursor;
         blocks_ = cursor.unit_size(shape_);
         cursor.advance(shape_, rows_);
         is_l1_ = is_l1;
-        halves_ = !is_l1 && unit_.expert >= shape_.halves_from ? 2 : 1;
+        halves_ = !is_l1 && unit_.expert >= halves_from_ ? 2 : 1;
         size_ = columns * halves_ * blocks_;
     }
     MM_HOST_DEVICE void next_segment() {
@@ -142,7 +152,7 @@ private:
     Expert expert_;
     PoolBase pool_base_;
     Cursor l1_, l2_, unit_;
-    u32 at_ = 0, size_ = 0, blocks_ = 1, halves_ = 1, step_ = 0;
+    u32 at_ = 0, size_ = 0, blocks_ = 1, halves_from_ = 0, halves_ = 1, step_ = 0;
     bool l1_turn_ = true, is_l1_ = true, done_ = false;
 };
 

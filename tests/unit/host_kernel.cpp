@@ -21,22 +21,23 @@ u32 plan_bytes(u32 hidden, u32 local, u32 ranks) { return SharedPlan<V>::bytes(h
 
 extern "C" {
 
-// Tiles of CTA `cta` of `grid` as rows of (kind, expert, n, row0, valid); returns how many.
+// Tiles of CTA `cta` of `grid` as rows of (kind, expert, n, row0, valid, 0 or 1 + which half); returns how many.
 u32 walk_stream(const u32* counts, const u32* pool_base, u32 local, u32 block_m, u32 unit_blocks, u32 lag, u32 l1_columns,
-                u32 l2_columns, u32 wave, u32 cta, u32 grid, u32* out, u32 room) {
+                u32 l2_columns, u32 wave, u32 halve_last, u32 cta, u32 grid, u32* out, u32 room) {
     u32 active[4096], rows[4096], n_active = 0;
     for (u32 e = 0; e < local; ++e)
         if (counts[e] != 0) {
             active[n_active] = e;
             rows[n_active++] = counts[e];
         }
-    const StreamShape shape{n_active, block_m, unit_blocks, lag, l1_columns, l2_columns, wave != 0};
+    StreamShape shape{n_active, block_m, unit_blocks, lag, l1_columns, l2_columns, wave != 0};
+    shape.halve_last = halve_last;
     TileStream<Words, Words, Words> stream(shape, Words{rows}, Words{active}, Words{pool_base});
     u32 n = 0;
     for (bool more = stream.skip(cta); more && n < room; more = stream.skip(grid)) {
         const Tile t = stream.current(1);
-        const u32 row[5] = {t.kind(), t.expert, t.n, t.row0, t.valid()};
-        for (u32 i = 0; i < 5; ++i) out[5 * n + i] = row[i];
+        const u32 row[6] = {t.kind(), t.expert, t.n, t.row0, t.valid(), t.is_half() ? 1 + t.half() : 0};
+        for (u32 i = 0; i < 6; ++i) out[6 * n + i] = row[i];
         ++n;
     }
     return n;

@@ -19,14 +19,22 @@ def pool_bases(counts: list[int]) -> list[int]:
     return bases
 
 
-def walk(counts, block_m, unit_blocks, lag, l1_columns, l2_columns, cta, grid, wave=False):
+def walk_halves(counts, block_m, unit_blocks, lag, l1_columns, l2_columns, cta, grid, wave=False, halve_last=0):
+    """(kind, expert, column, row0, valid, 0 or 1 + which half) of each of the CTA's tiles."""
     words = ctypes.c_uint32 * len(counts)
     room = 200_000
-    out = (ctypes.c_uint32 * (5 * room))()
+    out = (ctypes.c_uint32 * (6 * room))()
     n = library().walk_stream(words(*counts), words(*pool_bases(counts)), len(counts), block_m, unit_blocks, lag, l1_columns,
-                              l2_columns, int(wave), cta, grid, out, room)
+                              l2_columns, int(wave), halve_last, cta, grid, out, room)
     assert n < room
-    return [tuple(out[5 * i: 5 * i + 5]) for i in range(n)]
+    return [tuple(out[6 * i: 6 * i + 6]) for i in range(n)]
+
+
+def walk(*args, **options):
+    """The same without halves."""
+    tiles = walk_halves(*args, **options)
+    assert not any(tile[5] for tile in tiles)
+    return [tile[:5] for tile in tiles]
 
 
 def interleave(parts):
@@ -54,6 +62,18 @@ def test_every_tile_once_and_every_wait_looks_back(counts, block_m, unit_blocks,
         if kind == L2:
             at = position[(kind, expert, c, row0, valid)]
             assert all(position[(L1, expert, n, row0, valid)] < at for n in range(l1_columns))
+
+
+def test_only_the_last_tiles_are_halves():
+    """Four experts of 2, 1, 1 and 1 row blocks with 3 L2 columns: the last 6 tiles are those of the last two experts."""
+    whole = walk([100, 40, 0, 64, 10], 64, 8, 1, 2, 3, 0, 1)
+    for halve_last, experts in ((0, set()), (2, set()), (3, {4}), (5, {4}), (6, {3, 4}), (14, {1, 3, 4}), (15, {0, 1, 3, 4}), (99, {0, 1, 3, 4})):
+        tiles = walk_halves([100, 40, 0, 64, 10], 64, 8, 1, 2, 3, 0, 1, halve_last=halve_last)
+        expected = []
+        for tile in whole:
+            halves = (1, 2) if tile[0] == L2 and tile[1] in experts else (0,)
+            expected += [(*tile, half) for half in halves]
+        assert sorted(tiles) == sorted(expected), halve_last
 
 
 def test_second_gemm_follows_by_the_lag():
