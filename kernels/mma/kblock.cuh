@@ -68,8 +68,9 @@ MM_DEVICE void promote(f32 (&acc)[TileShape<C>::kRegs], const f32 (&scratch)[Til
 //  - A ratio that is not finite or might let the sum overflow (above 2^40, a zero, a NaN) is never used: the row is
 //    `carried` instead: what is there is added, in natural units, to a carry in shared memory, and the sum starts anew.
 //    Rows are judged one by one, so the bits of a row do not depend on the rows it shares a tile with.
-//  - The tensor core cuts products and sum at 13 bits below the largest; with K that adds up (1.9e-3 of the result's
-//    norm at K = 7168 in a model of it, 1.3e-4 with classic promotion). Carried every 8 K-blocks it is 7.8e-4, every 16 1.1e-3.
+//  - The tensor core cuts products and sum at 13 bits below the largest; with K that adds up. So every row is carried every
+//    8 K-blocks: raw L1 sums at K = 7168 are then 7.8e-4 off in a model of it, every 16 1.1e-3, with classic promotion
+//    1.6e-4 (docs/measured.md).
 template <class C>
 struct Rescale {
     using Shape = TileShape<C>;
@@ -128,8 +129,11 @@ struct Rescale {
         }
     }
 
-    MM_DEVICE void flush(f32 (&acc)[Shape::kUnits][Shape::kRegs], u32 row_unit, u32 half) {
-        const bool more = carried >> (2 * row_unit + half) & 1;
+    MM_DEVICE bool has_carry(u32 row_unit, u32 half) const { return carried >> (2 * row_unit + half) & 1; }
+
+    // `use(accumulator, its place in the carry, its sum in natural units)` for each of a row's; `more`: with what was carried.
+    template <class Use>
+    MM_DEVICE void each_sum(f32 (&acc)[Shape::kUnits][Shape::kRegs], u32 row_unit, u32 half, bool more, const Use& use) const {
 #pragma unroll
         for (u32 c = 0; c < Shape::kColumnUnits; ++c)
 #pragma unroll
@@ -138,31 +142,25 @@ struct Rescale {
                 for (u32 i = 2 * half; i < 2 * half + 2; ++i) {
                     const u32 unit = row_unit * Shape::kColumnUnits + c;
                     f32& value = acc[unit][4 * chunk + i];
-                    f32* to = at(unit, 4 * chunk + i);
+                    f32* place = at(unit, 4 * chunk + i);
                     const f32 factor = now[row_unit].at[half][Factors<C>::block(c, chunk)][chunk % 2];
-                    hw::sts_f32(to, more ? hw::fma(value, factor, hw::lds_f32(to)) : value * factor);
-                    value = 0.0f;
+                    use(value, place, more ? hw::fma(value, factor, hw::lds_f32(place)) : value * factor);
                 }
+    }
+
+    MM_DEVICE void flush(f32 (&acc)[Shape::kUnits][Shape::kRegs], u32 row_unit, u32 half) {
+        each_sum(acc, row_unit, half, has_carry(row_unit, half), [](f32& value, f32* place, f32 sum) {
+            hw::sts_f32(place, sum);
+            value = 0.0f;
+        });
         carried |= 1u << (2 * row_unit + half);
     }
 
     // The sums in natural units.
     MM_DEVICE void end(f32 (&acc)[Shape::kUnits][Shape::kRegs], u32 row_unit) const {
 #pragma unroll
-        for (u32 half = 0; half < 2; ++half) {
-            const bool more = carried >> (2 * row_unit + half) & 1;
-#pragma unroll
-            for (u32 c = 0; c < Shape::kColumnUnits; ++c)
-#pragma unroll
-                for (u32 chunk = 0; chunk < Shape::kChunks; ++chunk)
-#pragma unroll
-                    for (u32 i = 2 * half; i < 2 * half + 2; ++i) {
-                        const u32 unit = row_unit * Shape::kColumnUnits + c;
-                        const f32 factor = now[row_unit].at[half][Factors<C>::block(c, chunk)][chunk % 2];
-                        f32& value = acc[unit][4 * chunk + i];
-                        value = more ? hw::fma(value, factor, hw::lds_f32(at(unit, 4 * chunk + i))) : value * factor;
-                    }
-        }
+        for (u32 half = 0; half < 2; ++half)
+            each_sum(acc, row_unit, half, has_carry(row_unit, half), [](f32& value, f32*, f32 sum) { value = sum; });
     }
 };
 

@@ -205,3 +205,16 @@ def checked(made: Far) -> Iterator[Far]:
     finally:
         for pid in made.processes():  # of a test that failed
             os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A file system of 1 MiB, or of as many as the test's parameter says."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    size = f"size={getattr(request, 'param', 1)}m"
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", size, "megamoe-test", str(folder)], capture_output=True, text=True)
+    if done.returncode != 0:
+        pytest.skip(f"no small file system can be mounted here: {done.stderr.strip()}; test_a_file_that_cannot_grow stands in")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True, timeout=30)

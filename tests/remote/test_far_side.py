@@ -99,18 +99,7 @@ def test_a_container_whose_user_may_not_write(far: Far) -> None:
         far.assert_nothing_left()
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Path:
-    """A file system of 16 MiB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "megamoe-test", str(folder)], capture_output=True, text=True)
-    if done.returncode != 0:
-        pytest.skip(f"no small file system can be mounted here: {done.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True, timeout=30)
-
-
+@pytest.mark.parametrize("small_disk", [16], indirect=True)
 def test_a_disk_that_fills_up_in_the_middle(far: Far, small_disk: Path) -> None:
     """The exit code needs no disk; the next run cannot even begin, and says why."""
     far.path = small_disk / "far"

@@ -91,18 +91,6 @@ def test_a_box_that_is_not_there(far: Far) -> None:
     assert answer.code == 3 and "there is no host 127.0.0.1.invalid" in error_of(answer.err)
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Path:
-    """A file system of 1 MiB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "megamoe-test", str(folder)], capture_output=True, text=True)
-    if done.returncode != 0:
-        pytest.skip(f"no small file system can be mounted here: {done.stderr.strip()}; test_a_file_that_cannot_grow stands in")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True, timeout=30)
-
-
 def test_a_full_disk(far: Far, small_disk: Path) -> None:
     far.path = small_disk / "far"
     answer = far.run(*STUB)

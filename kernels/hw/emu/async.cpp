@@ -56,6 +56,17 @@ const TensorMapImage& image_of(const TensorMap* map, const Where& where) {
     return image;
 }
 
+// A load of `bytes` into `target`, at the same offsets as in the issuing CTA; the caller adds where it comes from.
+std::unique_ptr<AsyncOp> make_load(AsyncOp::Kind kind, Thread& t, Cta& target, const Where& where, u32 offset, u32 bytes, u32 barrier) {
+    check_barrier(target, barrier, where, t);
+    auto op = make_op(kind, t, target, where);
+    op->smem = target.smem + offset;
+    op->smem_bytes = bytes;
+    op->barrier = barrier;
+    poison(op->smem, bytes);
+    return op;
+}
+
 // The CTAs a load goes to: its own, or those of the mask.
 template <class Load> void each_target(Thread& t, u32 cta_mask, bool multicast, const Where& where, const Load& load) {
     Cta& self = cta_of(t);
@@ -170,15 +181,10 @@ void tma_load_2d(void* dst, const TensorMap* map, u64* bar, i32 c0, i32 c1, u32 
     check_global_range(reinterpret_cast<const void*>(m.base), (m.rows - 1) * m.row_stride_bytes + m.cols * m.elem_bytes, false, where, "tensor map");
     ++e.stats.tensor_loads;
     each_target(t, cta_mask, multicast, where, [&](Cta& target) {
-        check_barrier(target, barrier, where, t);
-        auto op = make_op(AsyncOp::kTensorLoad, t, target, where);
-        op->smem = target.smem + offset;
-        op->smem_bytes = bytes;
-        op->barrier = barrier;
+        auto op = make_load(AsyncOp::kTensorLoad, t, target, where, offset, bytes, barrier);
         op->map = m;
         op->c0 = c0;
         op->c1 = c1;
-        poison(op->smem, bytes);
         e.submit(std::move(op));
     });
 }
@@ -195,13 +201,8 @@ void bulk_load(void* dst, const void* src, u32 bytes, u64* bar, u32 cta_mask, bo
     check_global_range(src, bytes, false, where, "bulk_load");
     ++e.stats.bulk_copies;
     each_target(t, cta_mask, multicast, where, [&](Cta& target) {
-        check_barrier(target, barrier, where, t);
-        auto op = make_op(AsyncOp::kBulkLoad, t, target, where);
-        op->smem = target.smem + offset;
-        op->smem_bytes = bytes;
-        op->barrier = barrier;
+        auto op = make_load(AsyncOp::kBulkLoad, t, target, where, offset, bytes, barrier);
         op->src = src;
-        poison(op->smem, bytes);
         e.submit(std::move(op));
     });
 }
