@@ -1,7 +1,7 @@
 """A device that is a script: seeded times with noise, planted winners, and candidates that misbehave on cue.
 
 The tuner's tests run the whole pipeline on it, processes and faults included. A sample depends on the script's seed and
-the task's key only, so a run that was interrupted anywhere and resumed measures exactly what an undisturbed one does.
+the task only, so a run that was interrupted anywhere and resumed measures exactly what an undisturbed one does.
 Tables made on it match backend ``fake``: they answer for no GPU.
 """
 
@@ -69,7 +69,7 @@ class FakeRunner:
         kind = fault.get("kind") if fault and fault.get("rank", 0) == self.rank else None
         try:
             self._misbehave(kind)
-            pairs, stopped = self._pairs(key, task)
+            pairs, stopped = self._pairs(task)
         except RuntimeError as error:
             pairs, stopped = [], False
             result.status, result.message, result.exit_code = "error", f"internal: RuntimeError: {error}", int(ExitCode.BUG)
@@ -144,9 +144,11 @@ class FakeRunner:
         spent += 1e-6 * (sum(sum(pair) for pair in pairs) + 2 * sum(pairs[0]) if pairs else 0.0)
         self._sleep(spent)
 
-    def _pairs(self, key: str, task: Mapping[str, Any]) -> tuple[list[list[float]], bool]:
+    def _pairs(self, task: Mapping[str, Any]) -> tuple[list[list[float]], bool]:
         noise, drift = float(self.script.get("noise", 0.01)), float(self.script.get("drift", 0.03))
-        draw = random.Random(f"{self.script.get('seed', 0)}/{key}/{self.rank}")
+        # By the task, not by the trial's key: the key names the kernel's sources too, and an edit there is no other draw.
+        what = {name: value for name, value in task.items() if name not in ("wait_s", "run_s")}
+        draw = random.Random(f"{self.script.get('seed', 0)}/{json.dumps(what, sort_keys=True)}/{self.rank}")
         self._shape = task["shape"]
         means = [self.mean_us(task[side], task["tokens"], task["routing"], task["stage"]) for side in ("a", "b")]
         pairs: list[list[float]] = []

@@ -199,3 +199,17 @@ def test_a_candidate_named_by_hand_costs_one_measurement_at_each_size(small, tmp
     added = list(again.measurer.journal.trials.values())[first.trials:]
     assert all(t.a["lag"] == 77 for t in added)
     assert {t.tokens for t in added if t.stage == "final"} == set(plan.sizes) and len([t for t in added if t.stage in ("final", "final-more")]) <= 8
+
+
+def test_the_fake_device_draws_by_the_task() -> None:
+    """Not by its name, in which the kernel's sources are, nor by how long it may take; by everything else."""
+    from megamoe_cli.tuning.fake_device import FakeRunner
+
+    choice = {"block_m": 64, "lag": 8, "ctas": 0}
+    task = {"stage": "final", "shape": [256, 128, 8, 2], "tokens": 16, "routing": "uniform", "seed": 1, "rounds": 3, "a": choice, "b": choice}
+
+    def pairs(name: str, **changes: object) -> object:
+        return FakeRunner({"base_us": 50, "us_per_token": 0.25}, 1).run({"id": name, "task": {**task, **changes}}).metrics["pairs"]
+
+    assert pairs("a") == pairs("b") == pairs("a", wait_s=1.0, run_s=9.0)
+    assert pairs("a") != pairs("a", seed=2) and pairs("a") != pairs("a", stage="second")
