@@ -10,7 +10,8 @@ from .config import KernelConfig
 WORDS = 32  # kTraceWords
 PER_WARPGROUP = 12
 # The enum TraceWord.
-MATH_WORDS = ("tile wait", "stage wait", "main loop", "L1 epilogue", "L2 epilogue", "finish", "combine", "tiles", "", "total")
+MATH_WORDS = ("tile wait", "stage wait", "main loop", "L1 epilogue", "L2 epilogue", "finish", "combine", "tiles", "first stage wait", "total",
+              "L1 signal", "ring signal")
 DISPATCH_WORDS = {24: "sent", 25: "tables", 26: "pulled", 27: "dispatch end"}
 
 
@@ -37,7 +38,7 @@ def trace(bench: Any, tokens: int, config: KernelConfig, launches: int = 3) -> d
     out: dict[str, Any] = {"kernel_us": 1e3 * done.run.launch_ms[0][-1], "grid": session.grid, "config": session.config.name()}
     for warpgroup in (0, 1):
         part = counts[:, warpgroup * PER_WARPGROUP : (warpgroup + 1) * PER_WARPGROUP]
-        out[f"warpgroup {warpgroup}"] = {name: float(part[:, i].mean()) for i, name in enumerate(MATH_WORDS) if name}
+        out[f"warpgroup {warpgroup}"] = {name: float(part[:, i].mean()) for i, name in enumerate(MATH_WORDS)}
     out["dispatch"] = {name: float(counts[:, i].mean()) for i, name in DISPATCH_WORDS.items()}
     out["spread of total"] = [float(counts[:, 9].min()), float(counts[:, 9].max())]
     return out

@@ -24,7 +24,7 @@ def soak(backend: Backend, problem: Problem, config: KernelConfig, launches: int
     """Runs ``launches`` launches of data sets with different token counts, each rank held up before each by a fill of up
     to ``delay_bytes`` (a long tail: most are short, a few much longer). Every ``y`` must equal, bit for bit, what its
     data set gave the first time. Returns the number of launches run; raises what the backend raises."""
-    draw = random.Random(seed)
+    draws = {rank: random.Random(f"{seed}/{rank}") for rank in backend.local_ranks}  # also apart where each rank is a process
     problems = [problem, *(varied(problem, seed, n) for n in range(1, 4))]
     datas = [inputs.make_case(each, "uniform", seed, launch=n) for n, each in enumerate(problems)]
     session = Session(backend, problem, config, "combine", options=LaunchOptions(timeout_ns=20_000_000_000))
@@ -36,7 +36,7 @@ def soak(backend: Backend, problem: Problem, config: KernelConfig, launches: int
             session.stage(n, rank, data.inputs[rank])
 
     def hold_up(program: Program, position: int, rank: int) -> None:
-        size = int(delay_bytes ** draw.random())
+        size = int(delay_bytes ** draws[rank].random())
         program.fill(rank, scratch[rank][:size], 1)
 
     expected: dict[int, list[torch.Tensor]] = {}

@@ -24,6 +24,11 @@ from megamoe_cli.worker_slot import Slot, prune
 SETUP_STAGES = ("compile", "setup", "inputs", "reference")  # bounded by the set-up limit, not by the candidate's
 
 
+def _sets_up(stage: str) -> bool:
+    """A stage may name who is in it: ``run peer``."""
+    return stage.partition(" ")[0] in SETUP_STAGES
+
+
 class Killed(Exception):
     """The user asked twice, or to terminate: the group was ended in the middle of a task."""
 
@@ -192,8 +197,8 @@ class RankGroup:
             return None
         if isinstance(message.get("stage"), str):
             stage = message["stage"]
-            if (stage in SETUP_STAGES) != (slot.stage in SETUP_STAGES) or not slot.stage:
-                self._limit(self.setup_timeout_s if stage in SETUP_STAGES else timeout_s)
+            if _sets_up(stage) != _sets_up(slot.stage) or not slot.stage:
+                self._limit(self.setup_timeout_s if _sets_up(stage) else timeout_s)
             slot.stage = stage
             self.on_stage(stage)
             return None

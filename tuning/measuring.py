@@ -93,11 +93,11 @@ class TuneRunner:
         result = CaseResult(self._key, "error")
         try:
             task = case["task"]
-            result.metrics = self._describe() if task.get("describe") else self._duel(task)
+            result.metrics = self._describe() if task.get("describe") else self._answer(task)
             result.status, result.exit_code = "pass", int(ExitCode.DONE)
         except _Wrong as wrong:
             result.status, result.message, result.exit_code = "fail", str(wrong), int(ExitCode.NO)
-            result.metrics = {"check": {"wrong": str(wrong)[0]}}  # a or b: who is to blame
+            result.metrics = {"check": {"wrong": wrong.who}}
         except Exception as error:  # noqa: BLE001
             explain(result, error, gpu=self.name != "emulator")
         if self.control is not None and self.control.broken:
@@ -105,6 +105,10 @@ class TuneRunner:
         result.where = self._backend.where if self._backend else self.name
         result.seconds = time.perf_counter() - began
         return result
+
+    def _answer(self, task: Mapping[str, Any]) -> dict[str, Any]:
+        """The metrics of a task. ``megamoe bench --ranks`` measures something else on the same arena."""
+        return self._duel(task)
 
     # -- set-up --------------------------------------------------------------------------------
 
@@ -263,32 +267,40 @@ class TuneRunner:
 
     def _judge(self, arena: Arena, case: int, when: str) -> dict[str, float]:
         """The worst relative L2 error of a row, of each side. Raises _Wrong on every rank when any is beyond the limits."""
+        return self._compare(dict(zip("ab", arena.outputs)), arena, case, when)
+
+    def _compare(self, outputs: Mapping[str, Mapping[int, torch.Tensor]], arena: Arena, case: int, when: str) -> dict[str, float]:
+        """The same for outputs by name and local rank ([>=T,H] bf16)."""
         want, limits = self._reference(arena, case), end_to_end_limits(arena.problem.shape.intermediate)
-        worst, wrong = [0.0, 0.0], ""
-        for side, name in enumerate("ab"):
-            for rank, tensor in arena.outputs[side].items():
+        worst, wrong = dict.fromkeys(outputs, 0.0), ("", "")
+        for name, ranks in outputs.items():
+            for rank, tensor in ranks.items():
                 tokens = arena.problem.tokens[rank]
                 got = tensor[:tokens].to(want[rank].device)
                 if not tokens:
                     continue
                 relative, near = relative_l2(got, want[rank]), cosine(got, want[rank])
-                worst[side] = max(worst[side], float(relative.nan_to_num(nan=torch.inf).max()))
+                worst[name] = max(worst[name], float(relative.nan_to_num(nan=torch.inf).max()))
                 bad = (~((relative <= limits.row) & (near >= limits.cosine))).nonzero().flatten()  # so that NaN fails
-                if len(bad) and not wrong:
+                if len(bad) and not wrong[0]:
                     token = int(bad[0])
                     wrong = (f"{name} is wrong {when}: rank {rank}, token {token}: relative L2 {float(relative[token]):.3g} "
-                             f"(limit {limits.row:g}); {len(bad)} of {tokens} rows")
+                             f"(limit {limits.row:g}); {len(bad)} of {tokens} rows", name)
         if self.control is not None and self.control.ranks > 1:
             gathered = self.control.gather((worst, wrong))
-            worst = [max(entry[0][side] for entry in gathered) for side in (0, 1)]
-            wrong = next((entry[1] for entry in gathered if entry[1]), "")
-        if wrong:
-            raise _Wrong(wrong)
-        return {"a": worst[0], "b": worst[1]}
+            worst = {name: max(entry[0][name] for entry in gathered) for name in worst}
+            wrong = next((entry[1] for entry in gathered if entry[1][0]), wrong)
+        if wrong[0]:
+            raise _Wrong(*wrong)
+        return worst
 
 
 class _Wrong(Exception):
-    """An output is not the layer's."""
+    """An output is not the layer's; ``who``: whose."""
+
+    def __init__(self, said: str, who: str) -> None:
+        super().__init__(said)
+        self.who = who
 
 
 def floor_us(problem: Problem, cases: list[CaseData], shared: bool) -> float:

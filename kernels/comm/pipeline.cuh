@@ -66,19 +66,25 @@ MM_DEVICE u8* side_data(u8* smem, const RingCursor<kTileSlots>& at) {
     return smem + SharedPlan<C>::kSide + at.slot() * SharedPlan<C>::kSideBytes;
 }
 
-// One lane of a math warp, after a warp_sync: the warp has read the stage. Both CTAs of a pair load into it.
+// All lanes of a math warp, after a warp_sync: the warp has read the stage. Both CTAs of a pair load into it.
 template <class C>
-MM_DEVICE void release_stage(const CtaBarriers<C>& bars, u32 slot) {
+MM_DEVICE void release_stage(const CtaBarriers<C>& bars, u32 slot, u32 lane) {
     if constexpr (C::kCluster == 1) {
-        hw::mbarrier_arrive(bars.stage_empty(slot));
+        if (lane == 0) hw::mbarrier_arrive(bars.stage_empty(slot));
     } else {
-#pragma unroll
-        for (u32 cta = 0; cta < C::kCluster; ++cta) hw::mbarrier_arrive_cluster(bars.stage_empty(slot), cta);
+        if (lane < C::kCluster) hw::mbarrier_arrive_cluster(bars.stage_empty(slot), lane);
     }
 }
+// All lanes of a math warp: it has read the stage before `slot`, for the last time.
+template <class C>
+MM_DEVICE void release_stage_before(const CtaBarriers<C>& bars, u32 slot, u32 lane) {
+    hw::warp_sync();
+    release_stage<C>(bars, slot == 0 ? C::kStages - 1 : slot - 1, lane);
+}
+// Nothing is read that the other CTA stored, so no acquire at cluster scope.
 template <class C>
 MM_DEVICE void wait_stage_empty(const KernelParams& p, const CtaBarriers<C>& bars, const RingCursor<C::kStages>& stage) {
-    mbarrier_wait<(C::kCluster > 1)>(p, bars.stage_empty(stage.slot()), stage.parity() ^ 1, kWaitStageEmpty, stage.slot());
+    mbarrier_wait(p, bars.stage_empty(stage.slot()), stage.parity() ^ 1, kWaitStageEmpty, stage.slot());
 }
 
 // One thread: the tile's slot is no longer needed by its role or warp. The scheduler waits in CTA 0.

@@ -10,7 +10,7 @@ constexpr u32 kTraceWords = 32;
 // Cycles summed per math warpgroup, then moments of the dispatch warps in cycles since the CTA began.
 enum TraceWord : u32 {
     kTraceTileWait, kTraceStageWait, kTraceMain, kTraceEpilogueL1, kTraceEpilogueL2, kTraceFinish, kTraceCombine, kTraceTiles,
-    kTraceFirstTile, kTraceTotal,
+    kTraceFirstStage, kTraceTotal, kTraceSignalL1, kTraceSignalL2,
     kTracePerWarpgroup = 12,
     kTraceSent = 24, kTraceTables, kTracePulled, kTraceDispatchEnd, kTraceFirstArrival,
 };

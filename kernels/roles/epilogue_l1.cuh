@@ -193,6 +193,10 @@ struct EpilogueL1 {
                 if (me.part() == 0 && me.quad_lane() == 0 && row < tile.valid()) hw::st_f32(scales + row, top * (1.0f / kE4m3Max));
             }
         }
+    }
+
+    // This warpgroup's part of the tile is stored.
+    MM_DEVICE void signal() const {
         me.sync_warpgroup();
         if (me.thread == 0 && tile.valid() != 0)
             hw::red_add_release<Scope::kGpu>(arrival_bank(p, kL2Arrival, tile.bank()) + tile.block, 1);

@@ -51,11 +51,13 @@ struct EpilogueL2 {
                 store_row(acc[r * Shape::kColumnUnits + c], 1, hi, me.column(c), columns);
             }
         }
-        if (pool_is_ring(p)) {   // this warpgroup has read what it needs of these rows
-            me.sync_warpgroup();
-            if (me.thread == 0 && tile.valid() != 0)
-                hw::red_add_release<Scope::kGpu>(pool_free_bank(p, tile.bank()) + tile.block / (kTokenAlignment / C::kBlockM), 1);
-        }
+    }
+
+    // Of a ring: the tile's rows need not stay. All copies of them are complete, since this thread has waited for every
+    // stage; said before the stores, so that the release does not wait for those.
+    MM_DEVICE void free_rows() const {
+        if (pool_is_ring(p) && me.thread == 0 && tile.valid() != 0 && (!kCanHalve<C> || tile.covers(me.part())))
+            hw::red_add_release<Scope::kGpu>(pool_free_bank(p, tile.bank()) + tile.block / (kTokenAlignment / C::kBlockM), 1);
     }
 };
 

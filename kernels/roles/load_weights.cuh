@@ -57,12 +57,12 @@ MM_DEVICE void prefetch_first_tile(const KernelParams& p) {
 template <class C>
 MM_DEVICE void publish_tile(u8* smem, const CtaBarriers<C>& bars, u32 slot, u32 cta, const Tile& tile) {
     u8* to = smem + SharedPlan<C>::kRing + slot * kTileBytes;
-    if constexpr (C::kCluster == 1) {
+    if (cta == 0) {   // its own
         hw::sts_vec4(to, tile.packed());
         hw::mbarrier_arrive(bars.tile_full(slot));
     } else {
         hw::sts_vec4_cluster(to, cta, tile.packed());
-        hw::mbarrier_arrive_cluster(bars.tile_full(slot), cta);
+        hw::mbarrier_arrive_release_cluster(bars.tile_full(slot), cta);
     }
 }
 

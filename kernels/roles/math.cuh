@@ -61,8 +61,13 @@ MM_DEVICE void math_role(const KernelParams& p, u8* smem, const CtaBarriers<C>& 
                 epilogue.activate(side, acc, TileShape<C>::kPasses - 1);
                 epilogue.store(smem, acc, held);
                 trace.lap(kTraceEpilogueL1);
+                epilogue.signal();
+                trace.lap(kTraceSignalL1);
             } else {
-                EpilogueL2<C>{p, tile, me}.run(side, acc);
+                const EpilogueL2<C> epilogue{p, tile, me};
+                epilogue.free_rows();
+                trace.lap(kTraceSignalL2);
+                epilogue.run(side, acc);
                 trace.lap(kTraceEpilogueL2);
             }
             hw::warp_sync();

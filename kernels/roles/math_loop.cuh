@@ -29,6 +29,24 @@ MM_DEVICE ColumnScales column_scales(const KernelParams& p, const Tile& tile, co
     return s;
 }
 
+// Those scales of 32 K-blocks, one a lane: in the loop they come by a shuffle. (A load from global memory in every K-block, even
+// one ahead of its use, takes longer than the products: 1,100 cycles.)
+struct LaneScales {
+    f32 first, second;
+    MM_DEVICE void load(const ColumnScales& s, u32 k, u32 num_k) {
+        if (k >= num_k) return;
+        first = hw::ld_nc_f32(s.first + k);
+        second = hw::ld_nc_f32(s.first + s.step + k);
+    }
+    MM_DEVICE LaneScales(const ColumnScales& s, u32 lane, u32 num_k) : first(0.0f), second(0.0f) { load(s, lane, num_k); }
+    // Every 16 K-blocks the lanes whose scales are used up take the next ones; they have 16 K-blocks to arrive.
+    MM_DEVICE void refill(const ColumnScales& s, u32 lane, u32 k, u32 num_k) {
+        if (k != 0 && k % 16 == 0 && (lane / 16 != k / 16 % 2)) load(s, k + 16 + lane % 16, num_k);
+    }
+    MM_DEVICE f32 first_of(u32 k) const { return hw::bits_to_f32(hw::shfl(hw::f32_to_bits(first), k % 32)); }
+    MM_DEVICE f32 second_of(u32 k) const { return hw::bits_to_f32(hw::shfl(hw::f32_to_bits(second), k % 32)); }
+};
+
 template <class C>
 MM_DEVICE Factors<C> factors(f32 row_lo, f32 row_hi, f32 first, f32 second, bool l1) {
     Factors<C> f;
@@ -48,6 +66,19 @@ MM_DEVICE Factors<C> factors(f32 row_lo, f32 row_hi, f32 first, f32 second, bool
     return f;
 }
 
+// A warpgroup with no rows in the tile keeps step with the loaders.
+template <class C>
+MM_DEVICE void skip_loop(const KernelParams& p, const CtaBarriers<C>& bars, const Tile& tile, u32 lane, RingCursor<C::kStages>& stage) {
+    const u32 num_k = (tile.kind() == kTileL1 ? p.hidden : p.intermediate) / 128;
+#pragma unroll 1
+    for (u32 k = 0; k < num_k; ++k) {
+        mbarrier_wait(p, bars.stage_full(stage.slot()), stage.parity(), kWaitStageFull, stage.slot());
+        hw::warp_sync();
+        release_stage<C>(bars, stage.slot(), lane);
+        stage.advance();
+    }
+}
+
 template <class C>
 MM_DEVICE void main_loop(const KernelParams& p, u8* smem, const CtaBarriers<C>& bars, const Tile& tile, const MathThread<C>& me,
                          RingCursor<C::kStages>& stage, f32 (&acc)[TileShape<C>::kUnits][TileShape<C>::kRegs], Trace<C::kTrace>& trace) {
@@ -57,11 +88,9 @@ MM_DEVICE void main_loop(const KernelParams& p, u8* smem, const CtaBarriers<C>& 
     const bool l1 = tile.kind() == kTileL1;
     const u32 num_k = (l1 ? p.hidden : p.intermediate) / 128;
     const ColumnScales scales = column_scales<C>(p, tile, me);
-    bool has[Shape::kRowUnits];
-#pragma unroll
-    for (u32 r = 0; r < Shape::kRowUnits; ++r) has[r] = me.has(r, tile.valid()) && (!kCanHalve<C> || tile.covers(me.part()));
     const u8* sfa_rows = smem + Plan::kSfa + me.row(0) * 4;
-    const u32 a_offset = Plan::kA + me.first_row() * 128, b_offset = Plan::kB + me.column(0) * 128;
+    // The same in all lanes, said so: descriptors are then made on the uniform datapath, with nothing between the products.
+    const u32 a_offset = hw::uniform(Plan::kA + me.first_row() * 128), b_offset = hw::uniform(Plan::kB + me.column(0) * 128);
 
     f32 scratch[kRescales ? 1 : Shape::kRegs];
     Rescale<C> rescale(smem + Plan::kCarry, me.warpgroup * 128 + me.thread);
@@ -71,14 +100,14 @@ MM_DEVICE void main_loop(const KernelParams& p, u8* smem, const CtaBarriers<C>& 
 #pragma unroll
             for (u32 i = 0; i < Shape::kRegs; ++i) acc[u][i] = 0.0f;
     }
-    f32 next_first = hw::ld_nc_f32(scales.first), next_second = hw::ld_nc_f32(scales.first + scales.step);
+    if (!me.has(0, tile.valid()) || (kCanHalve<C> && !tile.covers(me.part()))) return skip_loop<C>(p, bars, tile, me.lane(), stage);
+    bool has[Shape::kRowUnits];
+#pragma unroll
+    for (u32 r = 0; r < Shape::kRowUnits; ++r) has[r] = r == 0 || me.has(r, tile.valid());
+
+    LaneScales lane_scales(scales, me.lane(), num_k);
 #pragma unroll 1
     for (u32 k = 0; k < num_k; ++k) {
-        const f32 first = next_first, second = next_second;
-        if (k + 1 < num_k) {
-            next_first = hw::ld_nc_f32(scales.first + k + 1);
-            next_second = hw::ld_nc_f32(scales.first + scales.step + k + 1);
-        }
         // Everything that does not need the data comes before the wait.
         const u32 slot = hw::uniform(stage.slot());
         const u8 *a = smem + a_offset + slot * Plan::kABytes, *b = smem + b_offset + slot * Plan::kBBytes;
@@ -86,50 +115,52 @@ MM_DEVICE void main_loop(const KernelParams& p, u8* smem, const CtaBarriers<C>& 
         const f32* sfa = reinterpret_cast<const f32*>(sfa_rows + slot * Plan::kSfaBytes);
         trace.lap(kTraceMain);
         mbarrier_wait(p, bars.stage_full(slot), stage.parity(), kWaitStageFull, slot);
-        trace.lap(kTraceStageWait);
-        const auto release = [&] {   // the stage has been read for the last time
-            hw::warp_sync();
-            if (me.lane() == 0) release_stage<C>(bars, slot);
+        trace.lap(k == 0 ? kTraceFirstStage : kTraceStageWait);
+        // Between the end of one product and the start of the next the tensor core has nothing of this warpgroup's to do: so
+        // the stage before is given back under the first product.
+        const auto under_the_product = [&] {
+            if (k != 0) release_stage_before<C>(bars, slot, me.lane());
+            lane_scales.refill(scales, me.lane(), k, num_k);
+        };
+        f32 first, second;
+        const auto take_scales = [&] {
+            first = lane_scales.first_of(k);
+            second = lane_scales.second_of(k);
         };
 #pragma unroll
         for (u32 r = 0; r < Shape::kRowUnits; ++r) {
-            if (!has[r]) {
-                if (r == 0) release();
-                break;
-            }
+            if (!has[r]) break;
             const u32 row = r * Shape::kUnitRows;
-            const bool last_rows = r + 1 == Shape::kRowUnits || !has[r + 1 < Shape::kRowUnits ? r + 1 : r];
 #pragma unroll
             for (u32 c = 0; c < Shape::kColumnUnits; ++c) {
                 const u32 u = r * Shape::kColumnUnits + c;
                 const u64 unit_a = desc_a + row * 128 / 16, unit_b = desc_b + c * Shape::kUnitColumns * 128 / 16;
-                const bool last = last_rows && c + 1 == Shape::kColumnUnits;
                 const auto load_factors = [&] {
                     const f32 lo = C::kBlockM >= 64 || me.row(r) < C::kBlockM ? hw::lds_f32(sfa + row) : 0.0f;
                     const f32 hi = C::kBlockM >= 64 || me.row(r) + 8 < C::kBlockM ? hw::lds_f32(sfa + row + 8) : 0.0f;
                     return factors<C>(lo, hi, first, second, l1);
                 };
                 if constexpr (kRescales) {
+                    if (u == 0) take_scales();
                     if (c == 0) rescale.begin(acc, r, load_factors(), k);
-                    if constexpr (Shape::kWarpMma) {
-                        Product<C>::compute(acc[u], a + row * 128, b + c * Shape::kUnitColumns * 128, me.lane(), k != 0);
-                    } else {
-                        Product<C>::issue(acc[u], unit_a, unit_b, k != 0);
-                        Product<C>::wait(acc[u]);
-                    }
-                    if (last) release();
+                    if constexpr (Shape::kWarpMma) Product<C>::compute(acc[u], a + row * 128, b + c * Shape::kUnitColumns * 128, me.lane(), k != 0);
+                    else Product<C>::issue(acc[u], unit_a, unit_b, k != 0);
+                    if (u == 0) under_the_product();
+                    if constexpr (!Shape::kWarpMma) Product<C>::wait(acc[u]);
                 } else {
                     if constexpr (Shape::kWarpMma) Product<C>::compute(scratch, a + row * 128, b + c * Shape::kUnitColumns * 128, me.lane(), false);
                     else Product<C>::issue(scratch, unit_a, unit_b, false);
+                    if (u == 0) take_scales();
                     const Factors<C> f = load_factors();
+                    if (u == 0) under_the_product();
                     if constexpr (!Shape::kWarpMma) Product<C>::wait(scratch);
-                    if (last) release();
                     promote<C>(acc[u], scratch, f, c);
                 }
             }
         }
         stage.advance();
     }
+    release_stage_before<C>(bars, stage.slot(), me.lane());
     if constexpr (kRescales) {
 #pragma unroll
         for (u32 r = 0; r < Shape::kRowUnits; ++r)

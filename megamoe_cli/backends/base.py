@@ -76,7 +76,13 @@ Operation = Copy | Fill | Launch
 
 
 class Program:
-    """Operations per rank. Holds references to every tensor it names, so their memory outlives the run."""
+    """Operations per rank. Holds references to every tensor it names, so their memory outlives the run.
+
+    ``held``: virtual ranks start only once the whole program is in their queues (a few hundred operations at most), so
+    that no launch waits for the host; times are of such programs.
+    """
+
+    held = False
 
     def __init__(self, ranks: int) -> None:
         self.ops: list[list[Operation]] = [[] for _ in range(ranks)]
@@ -145,7 +151,8 @@ class RunResult:
     """What a run left behind.
 
     ``faults``: ranks whose device recorded one. ``diagnostics``: the emulator's findings (dicts with kind, text, file,
-    line, rank, cta, warp, seed). ``launch_ms[rank][n]``: device time of launch n (GPU only; never from the emulator).
+    line, rank, cta, warp, seed). ``launch_ms[rank][n]``: device time of launch n (GPU only; never from the emulator);
+    ``launch_at_ms``: when it started, counted from the rank's first one (of held programs).
     ``seconds``: host wall time. ``notes``: what the user should know about how it ran.
     """
 
@@ -153,6 +160,7 @@ class RunResult:
     diagnostics: list[dict[str, Any]] = field(default_factory=list)
     seconds: float = 0.0
     launch_ms: dict[int, list[float]] = field(default_factory=dict)
+    launch_at_ms: dict[int, list[float]] = field(default_factory=dict)
     span_ms: dict[int, float] = field(default_factory=dict)  # rank -> from its first launch's start to its last one's end
     notes: list[str] = field(default_factory=list)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..abi import PARAMS_BYTES
 from ..errors import BuildFailed, EnvironmentUnfit
+from ..layout import SMEM_LIMIT
 from .driver import NOT_READY, Gpu, driver, encode_tensor_map, has_few_queues, prepare_environment, visible_gpus
 
 if TYPE_CHECKING:
@@ -112,7 +113,9 @@ class CudaRuntime:
         """The kernel, loaded, allowed to use ``smem_bytes`` of dynamic shared memory."""
         try:
             kernel = self.cupy.RawModule(path=str(path)).get_function(name)
-            kernel.max_dynamic_shared_size_bytes = smem_bytes  # always: without it launches above 48 KiB fail
+            # Always, and always the most there is: without it launches above 48 KiB fail, and CuPy hands out one function for
+            # one file, so that of two uses with tables of different sizes the second must not take room from the first.
+            kernel.max_dynamic_shared_size_bytes = SMEM_LIMIT
         except (self.cupy.cuda.driver.CUDADriverError, self.cupy.cuda.runtime.CUDARuntimeError) as error:
             raise BuildFailed(f"the driver does not load {path.name}: {error}", hint="megamoe doctor shows the versions")
         return kernel

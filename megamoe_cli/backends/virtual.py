@@ -142,12 +142,14 @@ class VirtualBackend(Backend):
         result.seconds = time.perf_counter() - start
         result.launch_ms = {rank: [self.cuda.elapsed_ms(a, b) for a, b in pairs] for rank, pairs in timing.items()}
         result.span_ms = {rank: self.cuda.elapsed_ms(pairs[0][0], pairs[-1][1]) for rank, pairs in timing.items() if pairs}
+        if program.held:
+            result.launch_at_ms = {rank: [self.cuda.elapsed_ms(pairs[0][0], a) for a, _ in pairs] for rank, pairs in timing.items()}
         result.faults = self.recorded_faults()
         return result
 
     def _enqueue(self, program: Program, result: RunResult) -> dict[int, list[tuple[Any, Any]]]:
-        """Fills the streams launch by launch. Streams are held until each has its first launch, so that ranks start
-        together; later launches follow while the device runs (a full queue blocks the host, but never before every
+        """Fills the streams launch by launch. Streams are held until each has its first launch (of a held program: all
+        of it), so that ranks start together; later launches follow while the device runs (a full queue blocks the host, but never before every
         rank has what the others wait for)."""
         timing: dict[int, list[tuple[Any, Any]]] = {rank: [] for rank in self.local_ranks}
         segments = [program.segments(rank) for rank in self.local_ranks]
@@ -157,7 +159,7 @@ class VirtualBackend(Backend):
                 for rank, ops in zip(self.local_ranks, parts):
                     for op in ops:
                         self._issue(op, rank, timing[rank])
-                if turn == 0:
+                if turn == 0 and not program.held:
                     self._open(gate)
         finally:
             self._open(gate)  # also after an error: held streams would never drain

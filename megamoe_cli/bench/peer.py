@@ -102,13 +102,17 @@ class Peer(Contender):
     def prepare(self, problem: Problem, weights: RankWeights) -> None:
         if problem.ranks != 1:
             raise refuse(self, f"{problem.ranks} ranks; it is compared on one")
+        self.transform(weights)
+        self.allocate(problem, weights.w13.device)
+
+    def transform(self, weights: RankWeights) -> None:
+        """Once for each object."""
         if self._natural is not weights:
             self._layers = self.package.transform_weights_for_mega_moe_sm90((weights.w13, weights.w13_sf), (weights.w2, weights.w2_sf))
             self._natural = weights
-        self.allocate(problem, weights.w13.device)
 
-    def allocate(self, problem: Problem, device: Any) -> None:
-        """Buffer and output of ``problem``."""
+    def allocate(self, problem: Problem, device: Any, rank: int = 0) -> None:
+        """Buffer and output of a rank of ``problem``."""
         import torch
 
         shape, key = problem.shape, (problem.shape, problem.capacity)
@@ -118,7 +122,7 @@ class Peer(Contender):
             self._buffer = self.package.get_symm_buffer_for_mega_moe(self._group, shape.experts, problem.capacity, shape.topk, shape.hidden,
                                                                      shape.intermediate)  # fmt: skip
             self._capacity = key
-        self._tokens = problem.tokens[0]
+        self._tokens, self._bound = problem.tokens[rank], max(problem.tokens)
         self._y = torch.empty(self._tokens, shape.hidden, dtype=torch.bfloat16, device=device)
 
     def use_layers(self, l1: tuple[Any, Any], l2: tuple[Any, Any]) -> None:
@@ -133,7 +137,7 @@ class Peer(Contender):
             bytes_of(own).copy_(bytes_of(given))
 
     def enqueue(self) -> None:
-        more = {"num_tokens_bound": self._tokens} if self._bounded else {}
+        more = {"num_tokens_bound": self._bound} if self._bounded else {}
         self.package.fp8_mega_moe(self._y, *self._layers, self._buffer, **more)
 
     def output(self) -> torch.Tensor:

@@ -14,8 +14,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from ..shapes import Problem, Shape, parse_shape
+
+if TYPE_CHECKING:
+    from ..oracle.casedata import RankInputs
 
 SMALL = 128  # tokens: up to there rows share a buffer, and most of them a kernel
 MOST_PROCESSES = 12  # each holds a shape's weights on the GPU: up to 6 GB
@@ -68,6 +72,27 @@ def build(rows: Mapping[Shape, Sequence[int]], say: Callable[[str], None], *, ti
     return failed
 
 
+def blank_layers(shape: Shape, experts: int, device: Any = "cuda") -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    """Weights of ``experts`` in the package's form: uninitialised codes and zero scales, for what nobody reads."""
+    import torch
+
+    hidden, intermediate, blocks = shape.hidden, shape.intermediate, 128
+    fp8 = {"dtype": torch.float8_e4m3fn, "device": device}
+    return ((torch.empty(experts, 2 * intermediate, hidden, **fp8), torch.zeros(experts, 2 * intermediate // blocks, hidden // blocks, device=device)),
+            (torch.empty(experts, hidden, intermediate, **fp8), torch.zeros(experts, hidden // blocks, intermediate // blocks, device=device)))
+
+
+def blank_inputs(shape: Shape, tokens: int, device: Any = "cuda") -> RankInputs:
+    """Zeros that go round over all experts."""
+    import torch
+
+    from ..oracle.casedata import RankInputs
+
+    ids = torch.arange(tokens * shape.topk, device=device).view(tokens, shape.topk) % shape.experts
+    return RankInputs(torch.zeros(tokens, shape.hidden, dtype=torch.float8_e4m3fn, device=device),
+                      torch.ones(tokens, shape.hidden // 128, device=device), ids, torch.ones(tokens, shape.topk, device=device))  # fmt: skip
+
+
 def main(arguments: Sequence[str]) -> int:
     import torch
 
@@ -77,19 +102,10 @@ def main(arguments: Sequence[str]) -> int:
     prepare_environment()
     shape, sizes = parse_shape(arguments[0]), [int(size) for size in arguments[1].split(",")]
     peer = Peer(load_package())
-    experts, hidden, intermediate, blocks = shape.experts, shape.hidden, shape.intermediate, 128
-    fp8 = {"dtype": torch.float8_e4m3fn, "device": "cuda"}
-    # Uninitialised codes and zero scales: what the kernel computes is nobody's business.
-    peer.use_layers(
-        (torch.empty(experts, 2 * intermediate, hidden, **fp8), torch.zeros(experts, 2 * intermediate // blocks, hidden // blocks, device="cuda")),
-        (torch.empty(experts, hidden, intermediate, **fp8), torch.zeros(experts, hidden // blocks, intermediate // blocks, device="cuda")))
+    peer.use_layers(*blank_layers(shape, shape.experts))
     for size in sizes:
-        from ..oracle.casedata import RankInputs
-
         peer.allocate(Problem.make(shape, 1, size), "cuda")
-        ids = torch.arange(size * shape.topk, device="cuda").view(size, shape.topk) % experts
-        peer.load(RankInputs(torch.zeros(size, hidden, **fp8), torch.ones(size, hidden // blocks, device="cuda"), ids,
-                             torch.ones(size, shape.topk, device="cuda")))  # fmt: skip
+        peer.load(blank_inputs(shape, size))
         peer.enqueue()
         torch.cuda.synchronize()
     return 0

@@ -110,11 +110,12 @@ def overhead_us(device: Device, samples: int = 5) -> float:
 
 
 def measure(device: Device, contenders: Sequence[Contender], inputs: Sequence[Any], plan: Plan,
-            say: Callable[[str], None] = lambda text: None) -> dict[str, Timed]:  # fmt: skip
-    """Times prepared contenders on ``plan.inputs`` sets of inputs. Outputs are of the last set, in every mode."""
+            say: Callable[[str], None] = lambda text: None, watch: Stopwatch | None = None) -> dict[str, Timed]:  # fmt: skip
+    """Times prepared contenders on ``plan.inputs`` sets of inputs. Outputs are of the last set, in every mode. ``watch``:
+    another way to take a time (of several ranks)."""
     if len(inputs) != plan.inputs:
         raise ValueError(f"{len(inputs)} sets of inputs, {plan.inputs} wanted")
-    timed, watch = inputs[plan.warmup :], Stopwatch(device, plan.wait_s)
+    timed, watch = inputs[plan.warmup :], watch or Stopwatch(device, plan.wait_s)
     found = {contender.name: Timed({mode: [] for mode in plan.modes}) for contender in contenders}
     with device.using():
         for contender in contenders:

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from megamoe_cli.compile.driver import BuildRequest
 
 SCHEMA = "megamoe.bench/1"
-COST_SCHEMA = "megamoe.protocol-cost/1"
 EXTRA_ROUNDS = 5  # measured, one after the other, for rows that are too noisy to judge
 
 
@@ -48,6 +47,10 @@ def requests_of(values: Mapping[str, Any]) -> list[BuildRequest]:
     from megamoe_cli.compile.driver import BuildRequest
 
     config = KernelConfig.parse(values["config_text"])
+    if values.get("ranks_"):
+        from megamoe_cli.cli.bench_ranks import Asked as Over
+
+        return Over.of(values).builds()
     if values.get("cost_ranks"):
         full = [parse_shape(name.strip()) for name in values["shapes"].split(",")]
         return [BuildRequest("combine", config, "sm_90a", shape, n) for shape in full for n in (1, *parse_counts(values["cost_ranks"], "--protocol-cost"))]
@@ -57,6 +60,10 @@ def requests_of(values: Mapping[str, Any]) -> list[BuildRequest]:
 
 @click.command("bench")
 @click.option("--shape", "shapes", default="flash,pro,v3", show_default=True, help="Shapes, comma-separated.")
+@click.option("--ranks", "ranks_", type=click.IntRange(1), metavar="N",
+              help="All experts over N real ranks, slowest rank reported, with the bytes on the link (docs/performance.md).")
+@click.option("--backend", default="auto", show_default=True, help="Of --ranks: auto, nvlink, processes or virtual.")
+@click.option("--budget", metavar="TIME", help="Of --ranks: begin no row after this long, such as 8m.")
 @click.option("--rank-of", default=8, show_default=True, help="One rank holding 1/N of the shape's experts, as a rank of EP N would.")
 @click.option("--tokens", default="1,8,128,1024,8192", show_default=True, help="Tokens of the rank, comma-separated.")
 @click.option("--rows", "row_set", metavar="SET", help="Rows with a ratio to reach: peer (38 of flash, pro, v3; --shape and --tokens pick some).")
@@ -81,13 +88,21 @@ def bench_command(app: App, **values: Any) -> int:
     launches in a row, launches in a CUDA graph; medians with intervals, and the floors of the drawn routing. Outputs are
     checked after timing. docs/performance.md says how.
 
+    With --ranks, the same of all ranks of a shape; exit 1 when a row fails, 6 when --budget left some out.
     With --against, exit 1 when another contender fails or is wrong, 3 when it is not installed. With a baseline: exit 1
     when something is surely slower, 6 when the noise allows no verdict, even after more rounds.
     """
     from megamoe_cli import bench_gate, paths
 
+    if values["ranks_"] is not None:
+        from megamoe_cli.cli.bench_ranks import run_over_ranks
+
+        return run_over_ranks(app, values)
+    check_alone(values)
     if values["cost_ranks"]:
-        return _protocol_cost(app, values)
+        from megamoe_cli.cli.bench_cost import run_protocol_cost
+
+        return run_protocol_cost(app, values)
     asked = Asked.of(values)
     config = KernelConfig.parse(values["config_text"]) if values["config_text"].strip() else None
     limit = bench_gate.parse_limit(values["limit_text"]) if values["limit_text"] else None
@@ -154,7 +169,7 @@ class Asked:
             from megamoe_cli.bench import peer, peer_build
 
             peer.check_installed()
-            _on_a_gpu()
+            on_a_gpu()
             peer.load_package()
             if "peer" in self.against and sum(map(len, self.sizes.values())) > 1:
                 for line in peer_build.build({self.shapes[name]: sizes for name, sizes in self.sizes.items()}, app.say):
@@ -169,6 +184,16 @@ class Asked:
             own = rival["ratios"].get("kernel")
             rival |= {"to_reach": reach, "verdict": verdict(own["median"], reach) if own else ""}
         return row
+
+
+def check_alone(values: Mapping[str, Any]) -> None:
+    """UsageError for what means something with --ranks only. (A backend from the settings is about other commands too.)"""
+    from click.core import ParameterSource
+
+    typed = click.get_current_context().get_parameter_source("backend") == ParameterSource.COMMANDLINE
+    option = "--backend" if typed else "--budget" if values["budget"] else ""
+    if option:
+        raise UsageError(f"{option} goes with --ranks: without it one rank is timed on one GPU", rule="ranks")
 
 
 def given(parameter: str) -> bool:
@@ -208,7 +233,7 @@ def check_reserve(reserve: int, against: tuple[str, ...]) -> None:
     sm_share.check_reserve(reserve, gpus[0].sms if gpus else None)
 
 
-def _on_a_gpu() -> None:
+def on_a_gpu() -> None:
     """Without a GPU that is what the answer must name first."""
     from megamoe_cli.backends.driver import visible_gpus
     from megamoe_cli.errors import EnvironmentUnfit
@@ -217,38 +242,7 @@ def _on_a_gpu() -> None:
         raise EnvironmentUnfit("no GPU is visible to this process")
 
 
-def _protocol_cost(app: App, values: Mapping[str, Any]) -> int:
-    """All experts on one rank against the same on several virtual ranks."""
-    from megamoe_cli.bench import protocol_cost
-    from megamoe_cli.report import bench_table
-
-    if values["reserve_sms"]:
-        raise UsageError(f"--protocol-cost gives both sides {protocol_cost.SMS} SMs: no --reserve-sms with it", rule="protocol-cost")
-    if values["against"] or values["row_set"] or values["limit_text"] or values["save_baseline"] or values["baseline"]:
-        raise UsageError("--protocol-cost compares our kernel with itself: no --against, --rows or baseline with it", rule="protocol-cost")
-    ranks = parse_counts(values["cost_ranks"], "--protocol-cost")
-    sizes = parse_sizes(values["tokens"]) if given("tokens") else [4096, 16384]
-    names = [name.strip() for name in (values["shapes"] if given("shapes") else "flash").split(",")]
-    config = KernelConfig.parse(values["config_text"])
-    for name in names:
-        protocol_cost.check(parse_shape(name), sizes, ranks)
-    _on_a_gpu()
-    app.started("bench")
-    costs: list[dict[str, Any]] = []
-    for name in names:
-        found = protocol_cost.measure_cost(name, parse_shape(name), sizes, ranks, config=config, samples=max(values["samples"] // 2, 3),
-                                           seed=values["seed"], say=app.detail)  # fmt: skip
-        costs += [cost.to_dict() for cost in found]
-    document = {"schema": COST_SCHEMA, "sms": protocol_cost.SMS, "costs": costs, "exit_code": int(ExitCode.DONE)}
-    _record(app, document)
-    if app.json:
-        app.emit(document)
-    else:
-        click.echo("\n".join([bench_table.cost_header(), *(bench_table.cost_line(cost) for cost in costs)]))
-    return ExitCode.DONE
-
-
-def _record(app: App, document: dict[str, Any]) -> None:
+def record_run(app: App, document: dict[str, Any]) -> None:
     """Adds who, where and when, and writes the run's record."""
     from megamoe_cli.report.junit import write_text
     from megamoe_cli.report.record import host_state, make_run_dir, new_run_id, source_state
@@ -377,7 +371,7 @@ def _finish(app: App, run: _Measured, same: dict[str, Any], save: Path | None, l
     sums = bench_table.summary(run.rows, run.asked.against)
     document = {"schema": SCHEMA, "where": run.where, "reserve_sms": run.reserve, "rows": run.rows, "failed": run.failed, "against": sums,
                 "gate": [j.to_dict() for j in run.judged], "limit": limit, "exit_code": code}  # fmt: skip
-    _record(app, document)
+    record_run(app, document)
     if save is not None:
         write_text(save, json.dumps(baseline_document(run.where, same, run.rows, document["source"])) + "\n")
         app.say(f"baseline: {save}")

@@ -76,7 +76,7 @@ def tune_command(ctx: click.Context, **values: Any) -> int:
 
     app: App = ctx.obj
     results = values["results_dir"] or paths.results_dir()
-    budget_s = _seconds(values["budget"]) if values["budget"] else None
+    budget_s = parse_budget(values["budget"]) if values["budget"] else None
     if values["resume"]:
         return _resume(ctx, app, values, results, budget_s)
     for name in ("retry_failed", "fit_only"):
@@ -136,7 +136,7 @@ def _settings(values: dict[str, Any]) -> Settings:
                     max_slowdown=_fraction(values["max_slowdown"], "--max-slowdown"), final_rounds=values["rounds"])
 
 
-def _seconds(text: str) -> float:
+def parse_budget(text: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", text.strip())
     if not match or float(match[1]) <= 0:
         raise UsageError(f"--budget: {text!r} is no time such as 90s, 6m or 1h", rule="budget")

@@ -38,7 +38,8 @@ def run_child(command: Sequence[str], stdin: bytes = b"", timeout_s: float = 300
     FileNotFoundError when the program does not exist.
     """
     check_stop()
-    env = dict(os.environ) | cupy_env()
+    # NVRTC keeps what it compiled in the driver's cache, and a hit comes without ptxas's log: no registers, no spills to judge.
+    env = dict(os.environ) | cupy_env() | {"CUDA_CACHE_DISABLE": "1"}
     # Children import this very package, also when it was found through the working directory.
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [_PACKAGE_PARENT, env.get("PYTHONPATH", "")]))
     # Files, not pipes: output of any size needs no reader thread, and a killed child leaves what it said.

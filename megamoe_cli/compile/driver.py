@@ -156,7 +156,10 @@ def _sm90(ready: Prepared) -> Entry:
         start = time.perf_counter()
         cubin, log = nvrtc.compile_cubin(ready.sources.canonical(ready.text), ready.sources.flattened(), extra=options,
                                          name=f"{KERNEL_NAME}_{ready.request.phase}.cu")
-        resources = parse_log(log, KERNEL_NAME)
+        try:
+            resources = parse_log(log, KERNEL_NAME)
+        except ValueError as error:
+            raise BuildFailed(f"no verdict on registers and spills: {error}", log=log, hint="is NVRTC's own cache on (CUDA_CACHE_DISABLE=1 turns it off)?") from None
         if resources.arch != nvrtc.ARCH:
             raise BuildFailed(f"ptxas compiled for {resources.arch or 'an unnamed architecture'}, not {nvrtc.ARCH}", log=log)
         return cubin, _facts(ready, compiler.fingerprint, time.perf_counter() - start, log) | {"resources": resources.to_dict()}

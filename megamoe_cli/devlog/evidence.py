@@ -68,7 +68,7 @@ def times(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Rows of bench records: shape, tokens, median and interval in microseconds, place."""
     return [{"shape": row["shape"], "tokens": row["tokens"], "config": row["config"], "kernel_us": round(row["kernel_us"], 2),
              "low_us": round(row["low_us"], 2), "high_us": round(row["high_us"], 2), "where": record["where"]}
-            for record in records if record.get("schema") == "megamoe.bench/1" for row in record["rows"]]  # fmt: skip
+            for record in records if record.get("schema") in ("megamoe.bench/1", "megamoe.bench-ranks/1") for row in record["rows"]]  # fmt: skip
 
 
 def issues(records: Sequence[Mapping[str, Any]]) -> list[str]:

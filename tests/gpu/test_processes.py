@@ -113,7 +113,8 @@ API = textwrap.dedent("""
         fill(n); y.fill_(float("nan")); torch.cuda.synchronize(); dist.barrier()
         graph.replay(); check(n, "graph")
     dist.barrier()
-    print("API", rank, "ok", flush=True)
+    sys.stdout.write(f"API {rank} ok\\n")   # one write: two processes share the pipe
+    sys.stdout.flush()
     dist.destroy_process_group()
 """)
 
@@ -127,3 +128,17 @@ def test_the_host_api_under_torchrun_and_in_a_cuda_graph(ranks: int, tmp_path: P
                            "--rdzv-endpoint", "127.0.0.1:0", str(script)], env=env, capture_output=True, text=True, timeout=400)  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     assert sorted(line for line in done.stdout.splitlines() if line.startswith("API")) == [f"API {r} ok" for r in range(ranks)]
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_thousand_launches_with_random_skew(ranks: int) -> None:
+    """Ranks on GPUs of their own, each held up before each launch at random: no hang, no other bit."""
+    if gpus() < ranks:
+        pytest.skip(f"{gpus()} SM90 GPU(s) here")
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d",
+                           "--rdzv-endpoint", "127.0.0.1:0", str(root / "tests/gpu/soak_ranks.py"), "1000"],
+                          env=dict(os.environ, PYTHONPATH=str(root), GLOO_SOCKET_IFNAME="lo"), capture_output=True, text=True, timeout=300)  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    said = sorted(line.split()[:3] for line in done.stdout.splitlines() if line.startswith("SOAK"))
+    assert said == [["SOAK", str(rank), "1000"] for rank in range(ranks)]

@@ -20,8 +20,8 @@ _L2_ADD = "hw::red_add_release<Scope::kGpu>(arrival_bank(p, kL2Arrival, tile.ban
 _RING_WRITE = "hw::sts_vec4(to, tile.packed());"
 _RING_FULL = "hw::mbarrier_arrive(bars.tile_full(slot));"
 _FREE = "wait_stage_empty<C>(p, bars, stage);"
-_RELEASE = "hw::mbarrier_arrive_cluster(bars.stage_empty(slot), cta);"
-_TELL = "hw::mbarrier_arrive_cluster(bars.tile_full(slot), cta);"
+_RELEASE = "hw::mbarrier_arrive_cluster(bars.stage_empty(slot), lane);"
+_TELL = "hw::mbarrier_arrive_release_cluster(bars.tile_full(slot), cta);"
 _RATIO = "hw::div_exact(now[row_unit].at[half][b][parity], next.at[half][b][parity])"
 _LIST = "hw::atom_add_acq_rel<Scope::kGpu>(control_word(p, kListBarrier), 1)"
 _LAST = "hw::atom_add_acq_rel<Scope::kGpu>(control_word(p, kDoneBarrier), 1)"
@@ -72,9 +72,9 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(302, "rings", WEIGHTS, _FREE, "", "weights are loaded into a stage in use"),
     Mutant(303, "rings", LOOP, "stage.parity()", "stage.parity() ^ 1", "wrong parity: the stage before is waited for", near="bars.stage_full(slot), "),
     Mutant(304, "rings", BLOCK, "hw::wgmma_wait<0>(d);", "", "the product is used before it is there"),
-    Mutant(305, "rings", LOOP, "hw::warp_sync();", "", "lane 0 releases a stage that other lanes read"),
-    Mutant(306, "rings", LOOP, "me.lane() == 0", "me.lane() == 0 && me.warpgroup == 0", "one warpgroup never releases the stage"),
-    Mutant(307, "rings", LOOP, "r + 1 == Shape::kRowUnits || !has[r + 1 < Shape::kRowUnits ? r + 1 : r]", "r == 0", "the stage is released with its second half unread", cases=("tall",)),
+    Mutant(305, "rings", PIPE, "hw::warp_sync();", "", "lane 0 releases a stage that other lanes read", near="void release_stage_before("),
+    Mutant(306, "rings", LOOP, "release_stage_before<C>(bars, stage.slot(), me.lane());", "if (me.warpgroup == 0) release_stage_before<C>(bars, stage.slot(), me.lane());", "one warpgroup never releases a tile's last stage"),
+    Mutant(307, "rings", LOOP, "if (k != 0) release_stage_before<C>(bars, slot, me.lane());", "if (k != 0) release_stage<C>(bars, slot, me.lane());", "a stage is released while its product reads it", cases=("tall",)),
     Mutant(308, "rings", WEIGHTS, _RING_WRITE + "\n        " + _RING_FULL, _RING_FULL + " " + _RING_WRITE, "a tile is published before it is written"),
     Mutant(309, "rings", ACTS, "ring.advance();", "", "the A loader stays at its tile"),
     Mutant(310, "rings", ACTS, "(load == 0 ? side_bytes : 0)", "0", "the side data's bytes are not expected"),
@@ -138,8 +138,8 @@ MUTANTS: tuple[Mutant, ...] = (
     # ---- clusters: a pair of CTAs that share weights
     Mutant(801, "clusters", PIPE, "C::kCluster * kMathWarps", "kMathWarps", "a stage is free when one CTA has read it",
            near="hw::mbarrier_init(stage_empty(s), ", cases=("pair",)),
-    Mutant(802, "clusters", PIPE, _RELEASE, f"if (cta == hw::cluster_cta_rank()) {_RELEASE}", "only the own CTA hears that a stage is free", cases=("pair",)),
-    Mutant(803, "clusters", WEIGHTS, _TELL, f"if (cta == 0) {_TELL}", "the other CTA never hears of a tile", cases=("pair",)),
+    Mutant(802, "clusters", PIPE, _RELEASE, f"if (lane == hw::cluster_cta_rank()) {_RELEASE}", "only the own CTA hears that a stage is free", cases=("pair",)),
+    Mutant(803, "clusters", WEIGHTS, _TELL, "", "the other CTA never hears of a tile", cases=("pair",)),
     Mutant(804, "clusters", WEIGHTS, "(1 << C::kCluster) - 1", "1 << cta_in_cluster<C>()", "weights arrive in one CTA only", cases=("pair",)),
     Mutant(805, "clusters", TOP, "cluster_sync<C>();", "", "no cluster barrier before the first arrival on the other CTA's barriers",
            near="hw::cta_sync<C::kThreads>();", cases=("pair",)),

@@ -57,7 +57,8 @@ SYNC = """
     hw::mbarrier_arrive(bar);
     hw::mbarrier_arrive_expect_tx(bar, 128);
     hw::mbarrier_arrive_cluster(bar, 0);
-    hw::st_u32(out, hw::mbarrier_try_wait(bar, 0) + hw::mbarrier_try_wait_cluster(bar, 1));
+    hw::mbarrier_arrive_release_cluster(bar, 0);
+    hw::st_u32(out, hw::mbarrier_test_wait(bar, 0) + hw::mbarrier_try_wait(bar, 0) + hw::mbarrier_try_wait_cluster(bar, 1));
 """
 
 TMA = """

@@ -15,6 +15,7 @@ from megamoe_cli.bench import peer_build
 from megamoe_cli.bench.contender import ContenderFailed, blame
 from megamoe_cli.bench.judge import check_ours, check_rival, difference, reference
 from megamoe_cli.bench.peer import Peer
+from megamoe_cli.bench.rank_contenders import RankPeer
 from megamoe_cli.bench.rivals import open_rivals, parse_names
 from megamoe_cli.bench.rows import load_rows
 from megamoe_cli.bench.unfused import PeerGemms, TorchGemms, Unfused, quantize, sort_entries
@@ -99,6 +100,38 @@ def test_a_release_that_asks_for_a_bound_gets_one() -> None:
     package = Bounded()
     run(Peer(package, GROUP), case_of(7))
     assert package.bounds == [7]
+
+
+def test_one_rank_of_several() -> None:
+    """Its own rows and its own group, made once; never with a multicast object."""
+    calls: list = []
+    handle = SimpleNamespace(multicast_ptr=0)
+
+    class Several:
+        __version__ = "9.9"
+
+        def get_symm_buffer_for_mega_moe(self, group, experts, capacity, topk, hidden, intermediate):
+            calls.append((group, experts, capacity))
+            return SimpleNamespace(x=torch.zeros(capacity, hidden, dtype=torch.float8_e4m3fn), x_sf=torch.zeros(capacity, hidden // 128), handle=handle,
+                                   topk_idx=torch.zeros(capacity, topk, dtype=torch.int64), topk_weights=torch.zeros(capacity, topk))  # fmt: skip
+
+        def transform_weights_for_mega_moe_sm90(self, l1, l2):
+            return l1, l2
+
+        def fp8_mega_moe(self, y, l1, l2, buffer, num_tokens_bound=None):
+            calls.append((len(y), l1[0].shape[0], num_tokens_bound, buffer.topk_idx[: len(y)].tolist()))
+
+    problem = Problem(SHAPE, 2, (3, 5), 128)
+    case = make_case(problem, seed=5)
+    rival = RankPeer(1, 2, Several(), lambda ranks: ("group", ranks))
+    for _ in range(2):
+        rival.prepare(problem, case.weights[1])
+    rival.load({1: {name: getattr(case.inputs[1], name) for name in ("x", "x_sf", "topk_idx", "topk_weights")}})
+    rival.launch()
+    assert calls == [(("group", 2), 4, 128), (5, 2, 5, case.inputs[1].topk_idx.tolist())] and rival.output().shape == (5, 256)
+    handle.multicast_ptr = 1
+    with pytest.raises(EnvironmentUnfit, match="multicast"):
+        rival.prepare(Problem(SHAPE, 2, (200, 200), 256), case.weights[1])
 
 
 def test_wrong_output_is_told_apart_from_other_rounding() -> None:

@@ -102,6 +102,11 @@ def test_a_child_that_hangs_is_stopped_and_one_that_dies_is_reported():
     assert ended.ending == "died with SIGSEGV"
 
 
+def test_the_drivers_own_cache_is_off():
+    """A hit there comes without ptxas's log, so two checkouts on one machine would leave the second without a verdict."""
+    assert run_child([sys.executable, "-c", "import os; print(os.environ['CUDA_CACHE_DISABLE'])"]).stdout == b"1\n"
+
+
 def test_every_wrapper_is_called_by_the_probe_kernel():
     declared = set()
     for path in (kernels_dir() / "hw" / "sm90").glob("*.cuh"):

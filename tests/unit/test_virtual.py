@@ -143,6 +143,24 @@ def test_all_ranks_have_their_first_launch_before_any_runs() -> None:
     assert all(ms > 0 for times in result.launch_ms.values() for ms in times) and not result.faults and not result.notes
 
 
+def test_a_held_program_starts_once_all_of_it_is_enqueued() -> None:
+    cuda = FakeCuda()
+    backend, todo, opened = VirtualBackend(2, cuda), None, []
+    real = backend._open
+    backend._open = lambda gate: opened.append(sum(entry[0] == "enqueue launch" for entry in cuda.log)) or real(gate)  # type: ignore[method-assign]
+    for held in (False, True):
+        cuda.log.clear(), opened.clear()
+        todo = program(backend, launches=3)
+        todo.held = held
+        result = backend.run(todo, 5)
+        assert min(opened) == (6 if held else 2)
+        if held:
+            assert {r: len(at) for r, at in result.launch_at_ms.items()} == {0: 3, 1: 3} and result.launch_at_ms[1][0] == 0
+            assert result.launch_at_ms[1] == sorted(result.launch_at_ms[1])
+        else:
+            assert result.launch_at_ms == {}
+
+
 def test_without_a_gate_it_runs_and_says_so() -> None:
     cuda = FakeCuda()
     cuda.can_hold = False

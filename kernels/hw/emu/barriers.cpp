@@ -195,7 +195,7 @@ void mbarrier_arrive_expect_tx(u64* bar, u32 bytes, const char* file, int line) 
     arrive(b, offset, where);
 }
 
-void mbarrier_arrive_cluster(u64* bar, u32 cta, const char* file, int line) {
+void mbarrier_arrive_cluster(u64* bar, u32 cta, bool release_cluster, const char* file, int line) {
     Thread& t = enter();
     const Where where = MM_HERE;
     g_engine->maybe_preempt(t, 8);
@@ -206,7 +206,19 @@ void mbarrier_arrive_cluster(u64* bar, u32 cta, const char* file, int line) {
     u32 offset;
     Mbarrier& b = use(t, target, bar, where, offset, "mbarrier.arrive (cluster)");
     hb_publish(b.cluster_now, t);
+    if (!release_cluster) hb_publish(b.cta_now, t);   // the default form: a plain wait sees what was done with shared memory (and here the rest)
     arrive(b, offset, where);
+}
+
+bool mbarrier_test_wait(u64* bar, u32 parity, const char* file, int line) {
+    Thread& t = enter();
+    const Where where = MM_HERE;
+    u32 offset;
+    Mbarrier& b = use(t, cta_of(t), bar, where, offset, "mbarrier.test_wait");
+    if (parity > 1) g_engine->fatal("mbarrier", where, format("parity %u", parity));
+    if ((b.phase & 1u) == parity) return false;
+    t.clock.join(b.cta_done);
+    return true;
 }
 
 bool mbarrier_try_wait(u64* bar, u32 parity, bool cluster_scope, const char* file, int line) {

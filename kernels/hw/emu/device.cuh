@@ -121,8 +121,10 @@ MM_DEVICE void mbarrier_init(u64* bar, u32 arrivals, MM_AT) { emu::mbarrier_init
 MM_DEVICE void fence_mbarrier_init() { emu::fence_mbarrier_init(); }
 MM_DEVICE void mbarrier_arrive(u64* bar, MM_AT) { emu::mbarrier_arrive(bar, MM_FWD); }
 MM_DEVICE void mbarrier_arrive_expect_tx(u64* bar, u32 bytes, MM_AT) { emu::mbarrier_arrive_expect_tx(bar, bytes, MM_FWD); }
-MM_DEVICE void mbarrier_arrive_cluster(u64* bar, u32 cta, MM_AT) { emu::mbarrier_arrive_cluster(bar, cta, MM_FWD); }
+MM_DEVICE void mbarrier_arrive_cluster(u64* bar, u32 cta, MM_AT) { emu::mbarrier_arrive_cluster(bar, cta, false, MM_FWD); }
+MM_DEVICE void mbarrier_arrive_release_cluster(u64* bar, u32 cta, MM_AT) { emu::mbarrier_arrive_cluster(bar, cta, true, MM_FWD); }
 MM_DEVICE bool mbarrier_try_wait(u64* bar, u32 parity, MM_AT) { return emu::mbarrier_try_wait(bar, parity, false, MM_FWD); }
+MM_DEVICE bool mbarrier_test_wait(u64* bar, u32 parity, MM_AT) { return emu::mbarrier_test_wait(bar, parity, MM_FWD); }
 MM_DEVICE bool mbarrier_try_wait_cluster(u64* bar, u32 parity, MM_AT) { return emu::mbarrier_try_wait(bar, parity, true, MM_FWD); }
 
 // ---- tma.cuh
