@@ -14,6 +14,7 @@ from megamoe_cli.tuning.schema import Choice
 from megamoe_cli.tuning.space import kernel_key
 
 if TYPE_CHECKING:
+    from megamoe_cli.config import KernelConfig
     from megamoe_cli.tuning.tuner import Tuner
 
 FINALISTS = 4
@@ -55,8 +56,11 @@ def _halving(tuner: Tuner, tokens: int) -> None:
             found.setdefault(kernel_key(own.config), 1.0)
             tuner.screened[tokens] = {kernel: value / min(found.values()) for kernel, value in found.items()}
     _measure(tuner, tokens, "second", settings.second_rounds, left, scores, least=FINALISTS)
+    # Hints may be one kernel several times: places here are for kernels, whatever becomes of their variants as finalists.
+    judged = scores | {own: [[1.0, 1.0]]}
+    kernels = _best(tuner, tokens, _best_of_each_kernel(tuner, [*left, own], judged), LAUNCH_KERNELS, judged)
+    variants = _variants(tuner, kernels, {*left, own})
     left = _best(tuner, tokens, left, FINALISTS, scores)
-    variants = _variants(tuner, _best(tuner, tokens, [*left, own], LAUNCH_KERNELS, scores | {own: [[1.0, 1.0]]}), own)
     scores |= {choice: [] for choice in variants}
     _measure(tuner, tokens, "launch", settings.second_rounds, variants, scores, least=0)
     for choice in _best(tuner, tokens, [*left, *variants], FINALISTS, scores):
@@ -118,10 +122,20 @@ def neighbours(tokens: int, screened: Iterable[int]) -> tuple[int, int] | None:
     return below, above
 
 
-def _variants(tuner: Tuner, kernels: list[Choice], own: Choice) -> list[Choice]:
-    """Candidates that are these kernels with other launch parameters, the best kernel's first."""
-    keys, known = dict.fromkeys(kernel_key(c.config) for c in kernels), {*kernels, *tuner.plan.named, own}
-    return [c for key in keys for c in tuner.alive() if kernel_key(c.config) == key and c not in known]
+def _best_of_each_kernel(tuner: Tuner, choices: list[Choice], scores: dict[Choice, list[list[float]]]) -> list[Choice]:
+    """Of those with pairs that did not fail, one for each kernel."""
+    best: dict[KernelConfig, Choice] = {}
+    for choice in (c for c in choices if scores[c] and c not in tuner.measurer.failed):
+        key = kernel_key(choice.config)
+        if key not in best or _score(scores, choice) < _score(scores, best[key]):
+            best[key] = choice
+    return list(best.values())
+
+
+def _variants(tuner: Tuner, kernels: list[Choice], known: set[Choice]) -> list[Choice]:
+    """Candidates that are these kernels with launch parameters not in ``known``, the best kernel's first."""
+    keys = dict.fromkeys(kernel_key(c.config) for c in kernels)
+    return [c for key in keys for c in tuner.alive() if kernel_key(c.config) == key and c not in known and c not in tuner.plan.named]
 
 
 # -- TPE -------------------------------------------------------------------------------------------

@@ -5,12 +5,12 @@ from __future__ import annotations
 import click
 
 from megamoe_cli.cli.app import App, json_option
-from megamoe_cli.cli.bench_cmd import parse_sizes
-from megamoe_cli.config import KernelConfig
-from megamoe_cli.errors import ExitCode
-from megamoe_cli.shapes import parse_shape
+from megamoe_cli.cli.bench_cmd import on_a_gpu, parse_sizes
+from megamoe_cli.config import KernelConfig, resolve
+from megamoe_cli.errors import ExitCode, UsageError
+from megamoe_cli.shapes import nearest_name, parse_shape
 
-SCHEMA = "megamoe.trace/1"
+SCHEMA, LOOP_SCHEMA = "megamoe.trace/1", "megamoe.loop/1"
 
 
 @click.command("trace")
@@ -18,15 +18,23 @@ SCHEMA = "megamoe.trace/1"
 @click.option("--rank-of", default=8, show_default=True, help="One rank holding 1/N of the shape's experts.")
 @click.option("--tokens", default="128,8192", show_default=True)
 @click.option("--config", "config_text", default="", help="KEY=VAL,... of the kernel configuration.")
+@click.option("--loop", "loop", is_flag=True, help="Instead: the main loop alone, with and without promotion, barriers and copies.")
+@click.option("--part", "parts", default="products,promotion,barriers,copies", show_default=True, help="With --loop: how much of it; each has all before it.")
+@click.option("--offset", "offsets", default="0", show_default=True, help="With --loop: cycles by which the second warpgroup begins later, comma-separated.")
 @json_option
 @click.pass_obj
-def trace_command(app: App, shape: str, rank_of: int, tokens: str, config_text: str) -> int:
+def trace_command(app: App, shape: str, rank_of: int, tokens: str, config_text: str, loop: bool, parts: str, offsets: str) -> int:
     """Count, per math warpgroup, the cycles of each part of the kernel on one GPU (averages over CTAs)."""
+    config = KernelConfig.parse(config_text)
+    if loop:
+        return _loop(app, config, parts, offsets)
     from megamoe_cli.bench import Bench, slice_of
     from megamoe_cli.trace import trace
 
-    sizes, config = parse_sizes(tokens), KernelConfig.parse(config_text)
-    bench = Bench(slice_of(parse_shape(shape), rank_of))
+    sizes, part = parse_sizes(tokens), slice_of(parse_shape(shape), rank_of)
+    resolve(config, part, 1)
+    on_a_gpu()
+    bench = Bench(part)
     rows = []
     try:
         for size in sizes:
@@ -38,6 +46,30 @@ def trace_command(app: App, shape: str, rank_of: int, tokens: str, config_text: 
         bench.close()
     if app.json:
         app.emit({"schema": SCHEMA, "where": where, "shape": shape, "rows": rows})
+    return ExitCode.DONE
+
+
+def _loop(app: App, config: KernelConfig, parts: str, offsets: str) -> int:
+    from dataclasses import asdict
+
+    from megamoe_cli import loop_probe
+
+    names = [name.strip() for name in parts.split(",") if name.strip()]
+    for name in names:
+        if name not in loop_probe.PARTS:
+            raise UsageError(f"--part does not know {name!r}; nearest name: {nearest_name(name, loop_probe.PARTS)} (parts: {', '.join(loop_probe.PARTS)})",
+                             rule="loop-probe")  # fmt: skip
+    if not names or not all(text.strip().isdigit() for text in offsets.split(",")):
+        raise UsageError("--loop takes at least one --part, and --offset takes numbers of cycles", rule="loop-probe")
+    config = loop_probe.check(config)
+    on_a_gpu()
+    found = loop_probe.measure([config], names, [int(text) for text in offsets.split(",")])
+    if app.json:
+        app.emit({"schema": LOOP_SCHEMA, "rows": [asdict(row) for row in found]})
+    else:
+        click.echo(f"{'configuration':<44}{'part':<11}{'offset':>7}{'cycles':>9}{'us':>8}{'MHz':>7}{'TFLOPS':>8}   (a K-block of the tile)")
+        for row in found:
+            click.echo(f"{row.config:<44}{row.part:<11}{row.offset:>7}{row.cycles:>9.0f}{row.us:>8.3f}{row.mhz:>7.0f}{row.tflops:>8.0f}")
     return ExitCode.DONE
 
 
