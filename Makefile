@@ -78,8 +78,13 @@ policies: setup
 fuzz: setup
 	$(PY) -m megamoe_cli fuzz $(FUZZ_ARGS)
 
+# With several GPUs and pytest-xdist: tests of one GPU side by side, each process with a GPU of its own, then those that want all.
+GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 test-gpu: setup
-	$(PY) -m pytest -m gpu $(ARGS)
+	@if [ "$(GPUS)" -gt 1 ] && $(PY) -c 'import xdist' 2>/dev/null; then code=0; \
+	MEGAMOE_TEST_GPU_EACH=1 $(PY) -m pytest -n $(GPUS) --dist worksteal -m "gpu and not all_gpus" tests/gpu $(ARGS) || code=$$?; \
+	$(PY) -m pytest -m "gpu and all_gpus" tests/gpu $(ARGS) || code=$$?; exit $$code; \
+	else $(PY) -m pytest -m gpu tests/gpu $(ARGS); fi
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .hypothesis

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Mapping
 
 import pytest
 
@@ -11,6 +12,21 @@ import pytest
 # other's barriers, which costs a factor of ten. Processes that tests start inherit it.
 if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def own_gpu(environ: Mapping[str, str]) -> str | None:
+    """What this pytest process shall see of the GPUs: with ``MEGAMOE_TEST_GPU_EACH=1`` (make test-gpu) and several processes
+    each has one, the n-th of those that are visible. None: all."""
+    worker = environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
+    if environ.get("MEGAMOE_TEST_GPU_EACH") != "1" or not worker.isdigit():
+        return None
+    visible = [name for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return visible[int(worker) % len(visible)] if visible else worker
+
+
+# Before anything looks for GPUs.
+if (_own := own_gpu(os.environ)) is not None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = _own
 
 
 @functools.cache
@@ -29,7 +45,8 @@ def gpu_reason() -> str | None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.xdist_group("gpu"))
+            if _own is None:
+                item.add_marker(pytest.mark.xdist_group("gpu"))
             reason = gpu_reason()
             if reason:
                 item.add_marker(pytest.mark.skip(reason=reason))

@@ -12,7 +12,7 @@ import pytest
 
 from tests.proving import describe, plan, prove, run
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.gpu, pytest.mark.all_gpus, pytest.mark.timeout(600)]
 
 
 def gpus() -> int:

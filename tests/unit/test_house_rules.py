@@ -195,3 +195,17 @@ def test_kernel_sources_are_in_the_wheel() -> None:
     suffixes = {"." + pattern.rpartition(".")[2] for pattern in patterns}
     left_out = [str(p.relative_to(ROOT)) for p in KERNELS.rglob("*") if p.is_file() and p.suffix not in suffixes]
     assert left_out == []
+
+
+@pytest.mark.parametrize("environ,seen", [
+    ({}, None),
+    ({"PYTEST_XDIST_WORKER": "gw1"}, None),
+    ({"MEGAMOE_TEST_GPU_EACH": "1"}, None),
+    ({"MEGAMOE_TEST_GPU_EACH": "1", "PYTEST_XDIST_WORKER": "gw1"}, "1"),
+    ({"MEGAMOE_TEST_GPU_EACH": "1", "PYTEST_XDIST_WORKER": "gw1", "CUDA_VISIBLE_DEVICES": "4,6"}, "6"),
+    ({"MEGAMOE_TEST_GPU_EACH": "1", "PYTEST_XDIST_WORKER": "gw3", "CUDA_VISIBLE_DEVICES": "4,6"}, "6"),
+])  # fmt: skip
+def test_each_process_of_the_gpu_set_has_a_gpu_of_its_own(environ: dict[str, str], seen: str | None) -> None:
+    from tests.conftest import own_gpu
+
+    assert own_gpu(environ) == seen
