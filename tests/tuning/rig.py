@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megamoe_cli import paths
 from megamoe_cli.processes import TOKEN, token_pids
+from tests.tuning.tables_at_hand import OWN, OWN_NAME, saved
 
 ROOT = Path(__file__).resolve().parents[2]
 SPACE = """\
@@ -45,7 +47,8 @@ class Answer:
 
 @dataclass
 class Rig:
-    """One folder with a script, a space and the runs made in it."""
+    """One folder with a script, a space, the user's tables and the runs made in it. The tests' own baseline is what is
+    to be beaten: the user's comes before those that ship, and a measured table is of no fake device."""
 
     folder: Path
     script: dict[str, Any] = field(default_factory=lambda: json.loads(json.dumps(SCRIPT)))
@@ -66,6 +69,7 @@ class Rig:
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "fake.json").write_text(json.dumps(self.script))
         (self.folder / "space.yaml").write_text(self.space)
+        saved(OWN, self.folder / "data" / "megamoe" / "tables" / OWN_NAME)
 
     def fresh(self) -> list[str]:
         """Arguments of a new run."""
@@ -95,6 +99,10 @@ class Rig:
         return Answer(process.returncode, out, err)
 
     # -- what is there ---------------------------------------------------------------------------
+
+    def looked_up(self) -> list[Path]:
+        """Every file where a lookup of this rig's commands finds tables: the user's, and those that ship."""
+        return sorted(p for folder in (self.folder / "data", paths.tuning_dir() / "tables") for p in folder.rglob("*") if p.is_file())
 
     @property
     def run_folder(self) -> Path:

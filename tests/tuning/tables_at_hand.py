@@ -10,7 +10,7 @@ from typing import Any
 from megamoe_cli.config import KernelConfig
 from megamoe_cli.shapes import Shape
 from megamoe_cli.tuning.lookup import Machine, Query
-from megamoe_cli.tuning.schema import EXPECTED, Choice, Evidence, Match, Range, Table
+from megamoe_cli.tuning.schema import ANY, EXPECTED, MATCH_KEYS, TOKENS, Choice, Evidence, Match, Range, Table
 from megamoe_cli.tuning.table_check import kernel_digest
 from megamoe_cli.tuning.table_writer import write
 
@@ -39,6 +39,20 @@ def measured(cuts: list[tuple[float, Choice]], ratios: dict[int, dict[Choice, fl
     return Table(None, Match(query.values()), EXPECTED, NAMES[default], tuple(ranges), {NAMES[c]: c for c in used}, evidence=tuple(rows),
                  provenance={"source": "measured", "run": f"run-{machine}", "machines": [{"id": machine, "gpu": "NVIDIA H200"}], **provenance},
                  digest=kernel_digest())
+
+
+def rule_of_thumb(cuts: list[tuple[int, Choice]], default: Choice = BIG) -> Table:
+    """A baseline for every geometry and GPU. ``cuts``: (first token count above, choice) ascending; from the last on: the default."""
+    starts = [0, *(end for end, _ in cuts)]
+    ranges = [Range(start, end, NAMES[choice], ()) for start, (end, choice) in zip(starts, [*cuts, (math.inf, default)])]
+    return Table(None, Match(dict.fromkeys(MATCH_KEYS, ANY)), TOKENS, NAMES[default], tuple(ranges), {NAMES[c]: c for c in [*(c for _, c in cuts), default]},
+                 provenance={"source": "baseline"})
+
+
+# What the tests' lookups find in place of the baselines that ship, whose picks follow the latest measurement: a test of the
+# tuner or of the lookup has the same incumbents and picks after the next one.
+OWN = rule_of_thumb([(120, SMALL), (480, MIDDLE)])
+OWN_NAME = "baseline-own.yaml"
 
 
 def saved(table: Table, path: Path) -> Table:

@@ -8,20 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megamoe_cli import paths
 from megamoe_cli.backends.driver import Gpu
 from megamoe_cli.errors import UsageError
 from megamoe_cli.shapes import Shape, parse_shape
 from megamoe_cli.tuning import lookup as lookup_module
 from megamoe_cli.tuning.lookup import Library, Machine, Picker, Query, lookup
-from megamoe_cli.tuning.table_check import load_usable
-from tests.tuning.tables_at_hand import BIG, H200, MIDDLE, QUERY, SHAPE, SMALL, measured, saved
-
-BASELINES = [load_usable(p) for p in sorted((paths.tuning_dir() / "tables").glob("baseline-*.yaml"))]
+from tests.tuning.tables_at_hand import BIG, H200, MIDDLE, OWN, OWN_NAME, QUERY, SHAPE, SMALL, measured, saved
 
 
 def library(*tables) -> Library:
-    return Library([*((t, []) for t in tables), *BASELINES])
+    """These before a baseline for everything."""
+    return Library([(t, []) for t in (*tables, OWN)])
 
 
 def table(**more):
@@ -40,16 +37,12 @@ def test_outside_the_measured_sizes_the_default_with_one_warning() -> None:
     assert pick.choice == SMALL and len(pick.warnings) == 1 and "outside what was measured" in pick.warnings[0]
 
 
-@pytest.mark.parametrize("tokens, choice", [(1, SMALL), (128, SMALL), (129, MIDDLE), (576, MIDDLE), (577, BIG), (10**9, BIG)])
-def test_the_baseline_keeps_its_thresholds(tokens, choice) -> None:
-    for topk in (3, 6, 8, 32):
+@pytest.mark.parametrize("tokens, choice", [(1, SMALL), (119, SMALL), (120, MIDDLE), (479, MIDDLE), (480, BIG), (10**9, BIG)])
+def test_a_baseline_keeps_its_thresholds(tokens, choice) -> None:
+    """In tokens, whatever the geometry: the axis of a baseline is not the load of an expert."""
+    for topk in (1, 3, 6, 8, 32):
         pick = lookup(Query(Shape(4096, 2048, 256, topk), 8, H200), tokens, library())
-        assert pick.source == "baseline" and pick.choice.config.block_m == choice.config.block_m, topk
-
-
-def test_topk_two_has_a_baseline_of_its_own() -> None:
-    picks = {lookup(Query(parse_shape("tiny"), 8, H200), tokens, library()).choice for tokens in (0, 1, 10**6)}
-    assert [pick.config.block_m for pick in picks] == [64] and {p.config.frontend for p in picks} == {"compact"}
+        assert (pick.source, pick.choice) == ("baseline", choice), topk
 
 
 @pytest.mark.parametrize("other", [
@@ -151,8 +144,8 @@ def test_the_picker_picks_for_the_running_gpu_and_says_it_once(gpu) -> None:
     said: list[str] = []
     picker = Picker("auto", "auto", said.append)
     picks = [picker.pick(parse_shape("flash"), 8, tokens) for tokens in (8, 8, 1000)]
-    assert [p.choice.config.block_m for p in picks] == [32, 32, 128] and len(said) == 2
-    assert all(line.startswith("config: m") and "baseline" in line for line in said)
+    assert [p.choice for p in picks] == [SMALL, SMALL, BIG] and len(said) == 2
+    assert all(line.startswith("config: m") and OWN_NAME in line for line in said)
 
 
 def test_without_a_gpu_or_on_the_emulator_nothing_is_picked(gpu, monkeypatch) -> None:
@@ -175,6 +168,7 @@ def test_every_choice_a_load_may_get_is_known_before(gpu, tmp_path) -> None:
     gpu()
     path = tmp_path / "t.yaml"
     saved(table(), path)
+    assert set(Picker("auto", "auto").choices(SHAPE, 1)) == {SMALL, MIDDLE, BIG}, "of its own baseline"
     picker = Picker(str(path), "auto")
     assert picker.choices(SHAPE, 1) == [MIDDLE, BIG, SMALL]
     assert {picker.pick(SHAPE, 1, tokens).choice for tokens in range(0, 2000, 7)} <= set(picker.choices(SHAPE, 1))

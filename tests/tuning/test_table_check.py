@@ -12,6 +12,21 @@ from megamoe_cli.tuning import table_check
 from megamoe_cli.tuning.table_check import CHECK_RULES, check_file, kernel_digest
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "tables"
+WISHES = """\
+schema: megamoe.table/1
+kernel: {name: sm90_fp8_mega_moe}
+match: {arch: sm_90a, sms: "*", backend: "*", sms_per_rank: "*", ranks: "*", experts: "*", topk: {from: 3, to: .inf}, hidden: "*", intermediate: "*", dtype: e4m3, scale: block128}
+axis: tokens
+default: m128
+ranges:
+  - {from: 0, to: 129, use: n64, otherwise: m32, evidence: []}
+  - {from: 129, to: .inf, use: m128, evidence: []}
+configs:
+  n64: {block_m: 64, block_n: 128, math_threads: 256, cluster: 2, policy: serial_n, promotion: classic, frontend: standard, regs_dispatch: 48, regs_tma: 40, regs_math: 208}
+  m32: {block_m: 32, block_n: 256}
+  m128: {block_m: 128, block_n: 256}
+provenance: {source: baseline}
+"""
 GOOD = """\
 schema: megamoe.table/1
 kernel: {name: sm90_fp8_mega_moe, source_digest: "DIGEST"}
@@ -159,14 +174,15 @@ def test_what_ships_is_good(megamoe) -> None:
         assert table is not None and table.source == "baseline" and {p.rule for p in problems} <= {"awaited"}
 
 
-def test_a_baseline_takes_what_it_wants_as_soon_as_the_kernel_has_it(monkeypatch) -> None:
+def test_a_baseline_takes_what_it_wants_as_soon_as_the_kernel_has_it(monkeypatch, tmp_path) -> None:
     """Whatever is not implemented today: with the predicate accepting all, the wishes are taken; with it accepting none of
     them, what stands in for them; both are legal, and the file is written back as it was."""
     from megamoe_cli.tuning.lookup import Library, Machine, Query, lookup
     from megamoe_cli.tuning.table_writer import to_dict
     from tests.tuning.tables_at_hand import SHAPE
 
-    path = paths.tuning_dir() / "tables" / "baseline-topk3plus.yaml"
+    path = tmp_path / "baseline-wishes.yaml"
+    path.write_text(WISHES)
 
     def now(missing: set) -> tuple:
         monkeypatch.setattr(kernel_config, "NOT_IMPLEMENTED", frozenset(missing))

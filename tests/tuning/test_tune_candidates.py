@@ -9,6 +9,7 @@ import pytest
 from megamoe_cli.config import KernelConfig
 from megamoe_cli.tuning.table_check import check_file
 from tests.tuning.rig import WIDE
+from tests.tuning.tables_at_hand import SMALL
 
 BAD = {"block_m": 64, "stages": 3}
 
@@ -73,7 +74,7 @@ def test_the_built_in_defaults_own_failure_ends_the_run_and_says_so(rig) -> None
     rig.script["faults"] = [{"match": {}, "stage": "noise", "kind": "wrong"}]
     answer = rig.run(rig.fresh())
     assert answer.code == 1 and "the incumbent" in answer.err and "itself fails" in answer.err
-    assert [t["a"]["block_m"] for t in rig.trials()] == [32, KernelConfig().block_m], "first the table's pick, then the default"
+    assert [t["a"]["block_m"] for t in rig.trials()] == [SMALL.config.block_m, KernelConfig().block_m], "first the table's pick, then the default"
 
 
 @pytest.mark.parametrize(("stage", "tokens"), [("noise", 4), ("noise", 64), ("second", 64), ("confirm", 16), ("screen", 256)])

@@ -43,7 +43,7 @@ def space(tmp_path):
 def test_the_plan_says_what_would_run_and_what_is_refused(megamoe) -> None:
     answer = megamoe("tune", "--plan", "--rank-of", 8, "--seed", 7)
     assert answer.code == 0
-    for words in ("candidates, 14 sizes from 1 to 8192 tokens", "incumbent from 129 tokens: m64", 
+    for words in ("candidates, 14 sizes from 1 to 8192 tokens", "incumbent from 120 tokens: m64",
                   "kernels to compile: ", "no GPU: compiling, and a model for 132 SMs"):
         assert words in answer.out, answer.out
     assert re.search(r"^refused +\d+ by [a-z-]+: such as: ", answer.out, re.MULTILINE) and "on a GPU, trials: about" in answer.out

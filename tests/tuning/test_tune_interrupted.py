@@ -15,8 +15,9 @@ from tests.tuning.rig import Rig, interrupt
 
 
 def file_of(rig: Rig) -> str:
-    """The table, byte for byte but for the moment, the run's name and the space's path."""
-    text = re.sub(r"^  (created|run|space): .*\n", "", rig.table.read_text(), flags=re.MULTILINE)
+    """The table, byte for byte but for the moment, the run's name, the space's path and what the checkout is at, which somebody
+    may be working on."""
+    text = re.sub(r"^  (created|run|space|commit|dirty): .*\n", "", rig.table.read_text(), flags=re.MULTILINE)
     assert "evidence:" in text and "provenance:" in text
     return text
 

@@ -11,6 +11,7 @@ from megamoe_cli.config import KernelConfig
 from megamoe_cli.tuning.table_check import check_file, load_usable
 from megamoe_cli.tuning.table_merge import diff
 from tests.tuning.rig import WIDE, Rig
+from tests.tuning.tables_at_hand import OWN_NAME
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +30,7 @@ def names(rig) -> dict[int, str]:
 def test_it_finds_the_planted_winners_and_their_crossover(done) -> None:
     rig, answer = done
     assert answer.code == 0, answer.err
+    assert f"incumbent from {OWN_NAME}, " in answer.err, "not from what ships"
     found = names(rig)
     assert all("m32" in found[t] and "lag8" in found[t] for t in (4, 16, 64)), found
     assert "m128" in found[256] and "lag16" in found[256]
@@ -64,7 +66,7 @@ def test_every_number_has_its_evidence(done) -> None:
     assert accounts["not_reached"] == 0, "a run to the end leaves only variants of what lost"
     gain = summary["gain"]
     assert 0.8 < gain["best"] <= gain["geomean"] <= gain["worst"] <= 1.0 and gain["slower"] == [] and gain["sizes"] >= 4
-    assert f"picks: {gain['geomean']:.3f} of the time of baseline-" in answer.out
+    assert f"picks: {gain['geomean']:.3f} of the time of {OWN_NAME} (" in answer.out
     assert summary["trials"]["measured"] == len(trials)
     noise = {t["tokens"] for t in trials if t["stage"] == "noise"}
     assert noise == {4, 16, 64, 256} and trials[0]["stage"] == "noise", "A/A comes first"
@@ -155,21 +157,21 @@ def test_a_slow_held_out_size_is_not_hidden(rig) -> None:
 
 def test_the_fake_devices_table_goes_only_where_it_is_asked_to(rig) -> None:
     args = rig.fresh()
-    at = args.index("-o")
+    at, before = args.index("-o"), rig.looked_up()
     answer = rig.run(args[:at] + args[at + 2:])
     assert answer.code == 0 and "answers for no GPU" in answer.err
-    assert not (rig.folder / "data").exists() and (rig.run_folder / "table.yaml").is_file()
+    assert rig.looked_up() == before and (rig.run_folder / "table.yaml").is_file()
 
 
 def test_a_table_of_fewer_sms_says_so_and_goes_only_where_it_is_asked_to(rig) -> None:
     """Ranks in processes of their own hear of the reserve too: the place they name is in the table."""
     rig.script |= {"processes": True}
     args = rig.fresh()
-    at = args.index("-o")
+    at, before = args.index("-o"), rig.looked_up()
     answer = rig.run([*args[:at], *args[at + 2:], "--reserve-sms", "4", "--tokens", "16", "--budget", "60s"])
     assert "not put where tables are looked up: 4 SMs were reserved" in answer.err, answer.err
     table = (rig.run_folder / "table.yaml").read_text()
-    assert "fake(1 on 1xFake, 4 SMs reserved)" in table and not (rig.folder / "data").exists()
+    assert "fake(1 on 1xFake, 4 SMs reserved)" in table and rig.looked_up() == before
 
 
 def test_budget_gives_the_best_so_far_and_says_partial(rig) -> None:

@@ -16,12 +16,13 @@ from megamoe_cli.shapes import parse_shape
 from megamoe_cli.tuning.plan import Plan
 from megamoe_cli.tuning.run import Request
 from megamoe_cli.tuning.schema import Choice
+from megamoe_cli.tuning.search import FINALISTS
 from megamoe_cli.tuning.space import kernels_of
 from megamoe_cli.tuning.summary import expected_trials
 from megamoe_cli.tuning.table_check import check_table, errors_of
 from megamoe_cli.tuning.table_merge import diff
 from megamoe_cli.tuning.table_writer import to_yaml
-from tests.tuning.rig import SCRIPT, WIDE
+from tests.tuning.rig import SCRIPT, SPACE, WIDE
 from tests.tuning.simulated import COSTS, Done, plan_of, simulate
 from tests.tuning.tables_at_hand import SHAPE
 
@@ -110,6 +111,29 @@ def test_half_of_the_kernels_broken_does_not_eat_the_budget(everything, tmp_path
     lost = [t for t in done.measurer.journal.trials.values() if t.status == kind]
     assert 3 <= len(lost) <= 8 and any("cluster=2" in note for note in done.outcome.notes)
     assert {c.config.cluster for c in done.outcome.fitted.choices} == {1}
+
+
+# -- which kernels are varied ----------------------------------------------------------------------
+
+
+def test_one_kernel_with_many_hints_does_not_keep_the_others_from_being_varied(tmp_path) -> None:
+    """At every other size another ``lag`` of 32 rows is best, so all of them are tried first at 256 tokens, where they come
+    before 128 rows; but with the right ``lag`` 128 rows are best there: the places are for kernels, not for their variants."""
+    best = {1: 16, 4: 4, 16: 8, 64: 24, 1024: 48}
+    script = {**SCRIPT, "noise": 0.001, "effects": [
+        *({"match": {"block_m": 32, "lag": lag}, "from": tokens, "to": tokens + 1, "factor": 0.9} for tokens, lag in best.items()),
+        {"match": {"block_m": 32}, "factor": 0.95}, {"match": {"block_m": 128}, "factor": 0.98},
+        {"match": {"block_m": 128, "lag": 16}, "from": 200, "to": 300, "factor": 0.85}]}
+    (tmp_path / "space.yaml").write_text(SPACE.replace("[8, 16]", "[4, 8, 16, 24, 48]"))
+    plan = plan_of(script, Request(SHAPE, sizes=(*best, 256), space=f"{tmp_path / 'space.yaml'}:default", seed=1))
+    done = simulate(script, plan, tmp_path / "trials.jsonl")
+    trials = [t for t in done.measurer.journal.trials.values() if t.tokens == 256]
+    assert len({t.a["lag"] for t in trials if t.stage == "second" and t.a["block_m"] == 32}) > FINALISTS, "hints for every place there is"
+    assert {t.a["block_m"] for t in trials if t.stage == "launch"} == {32, 128}
+    tried = [t.key for t in trials if t.stage in ("second", "launch")]
+    assert len(tried) == len({(t.a["block_m"], t.a["lag"]) for t in trials if t.stage in ("second", "launch")}), "nothing is tried twice"
+    picked = done.outcome.fitted.choice_at(256).config
+    assert (picked.block_m, picked.lag) == (128, 16)
 
 
 # -- cut anywhere ----------------------------------------------------------------------------------

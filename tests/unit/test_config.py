@@ -36,6 +36,7 @@ def test_defaults_and_derived_values():
     ("", (56, 56, 224), 64512),
     ("regs_dispatch=40,regs_tma=40,regs_math=232", (40, 40, 232), 64512),
     ("block_m=64", (56, 56, 208), 60416),
+    ("block_m=64,cluster=2", (64, 64, 208), 61440),
     ("block_m=64,regs_dispatch=48,regs_tma=48,regs_math=208", (48, 48, 208), 59392),
     ("frontend=standard,block_m=64", (56, 56, 192), 63488),
     ("frontend=standard,block_m=64,regs_dispatch=48,regs_tma=40,regs_math=208", (48, 40, 208), 64512),
