@@ -87,7 +87,7 @@ class Fuzzer:
         options: dict[str, Any] = dict(sanitize.CHECKS) if races else {}
         options["schedule"] = draw.choice(("fifo", "random", "random", "pct"))
         options["completion"] = draw.choice(("eager", "random", "lazy", "lazy"))
-        options["ctas"] = draw.choice((1, 2, 2, 3, 4))
+        options["ctas"] = max(draw.choice((1, 2, 2, 3, 4)), config.cluster, other.cluster if other else 1)  # a cluster at least
         if ranks > 1 and draw.random() < 0.4:
             options["skew"] = f"{draw.choice(('late', 'late', 'slow', 'slow', 'stop'))}:any"
         if draw.random() < 0.3:

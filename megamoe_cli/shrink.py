@@ -32,6 +32,15 @@ class Shrunk:
     result: CaseResult
     tried: int
     done: bool
+    interrupted: int | None = None  # the signal that ended it
+
+
+class Interrupted(Exception):
+    """A batch was cut short by signal ``number``."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"signal {number}")
+        self.number = number
 
 
 def signature(result: CaseResult) -> frozenset[str]:
@@ -47,7 +56,7 @@ def signature(result: CaseResult) -> frozenset[str]:
 
 def shrink(case: Case, result: CaseResult, run: Run, budget_s: float = 60.0,
            clock: Callable[[], float] = time.monotonic) -> Shrunk:  # fmt: skip
-    """The smallest case found in ``budget_s`` seconds (a batch that has begun ends). ``run``: see ``batches``."""
+    """The smallest case found in ``budget_s`` seconds (a batch that has begun ends), or until a signal. ``run``: see ``batches``."""
     wanted, began, tried = signature(result), clock(), 0
     step = True
     while step:
@@ -59,7 +68,10 @@ def shrink(case: Case, result: CaseResult, run: Run, budget_s: float = 60.0,
             if clock() - began > budget_s:
                 return Shrunk(case, result, tried, False)
             tried += len(small)
-            done = run(small)
+            try:
+                done = run(small)
+            except Interrupted as stop:
+                return Shrunk(case, result, tried, False, stop.number)
             first = next((n for n in range(len(small)) if n in done and signature(done[n]) & wanted), None)
             if first is not None:
                 case, result, step = small[first], done[first], True
@@ -67,7 +79,7 @@ def shrink(case: Case, result: CaseResult, run: Run, budget_s: float = 60.0,
 
 
 def batches(backend: str, timeout_s: float, jobs: int = 1, env: Mapping[str, str] | None = None) -> Run:
-    """Runs cases through the supervisor, which may differ in their rank count."""
+    """Runs cases through the supervisor, which may differ in their rank count. Raises Interrupted."""
     from .supervisor import run_cases
 
     def run(cases: Sequence[Case]) -> dict[int, CaseResult]:
@@ -75,7 +87,10 @@ def batches(backend: str, timeout_s: float, jobs: int = 1, env: Mapping[str, str
         for ranks in dict.fromkeys(case.ranks for case in cases):
             # By position, not by id: cases that differ in an option only have the same id.
             chosen = [case.to_dict() | {"id": str(n)} for n, case in enumerate(cases) if case.ranks == ranks]
-            for result in run_cases(chosen, backend=backend, ranks=ranks, timeout_s=timeout_s, jobs=jobs, env=env):
+            results = run_cases(chosen, backend=backend, ranks=ranks, timeout_s=timeout_s, jobs=jobs, env=env)
+            if results.interrupted is not None:
+                raise Interrupted(results.interrupted)
+            for result in results:
                 done[int(result.id)] = replace(result, id=cases[int(result.id)].id)
         return done
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from megamoe_cli import config as kernel_config
 from megamoe_cli import sanitize
 from megamoe_cli.backends.picking import check_name
+from megamoe_cli.backends.sm_share import check_emulated_grid
 from megamoe_cli.config import KernelConfig
 from megamoe_cli.errors import EnvironmentUnfit, UsageError
 from megamoe_cli.paths import program
@@ -273,6 +274,8 @@ def resized(case: Case, *, shape: Shape | None = None, tokens: Sequence[int] | N
     kernel_config.require(case.config, problem.shape, problem.ranks)
     other = replace(case, problem=problem, seed=case.seed if seed is None else seed, options=dict(case.options if options is None else options),
                     launches=case.launches if launches is None else launches)  # fmt: skip
+    if other.backend == "emulator":
+        check_emulated_grid(other.config, other.options)
     return replace(other, id=identity(other))
 
 

@@ -16,7 +16,7 @@ from .driver import NOT_READY, Gpu, driver, encode_tensor_map, has_few_queues, p
 if TYPE_CHECKING:
     import torch
 
-_HINT = "use --backend emulator: it runs the same kernel source on the CPU"
+_HINT = "megamoe test --backend emulator runs the same kernel source on the CPU"
 _HOST_PORTABLE, _HOST_MAPPED = 1, 2  # cudaHostAllocPortable, cudaHostAllocMapped
 
 
@@ -30,10 +30,10 @@ class CudaRuntime:
             import cupy
             import torch
         except ImportError as error:
-            raise EnvironmentUnfit(f"GPU backends need cupy and torch: {error}", hint="install the missing package, or " + _HINT)
+            raise EnvironmentUnfit(f"GPU backends need cupy and torch: {error}", hint="install the missing package; " + _HINT)
         if not torch.cuda.is_available():
             raise EnvironmentUnfit("this torch has no CUDA support, so it cannot hold device tensors",
-                                   hint="install a CUDA build of torch, or " + _HINT)  # fmt: skip
+                                   hint="install a CUDA build of torch; " + _HINT)  # fmt: skip
         self.cupy, self.torch = cupy, torch
         self.few_queues = has_few_queues()
         self.device = torch.device("cuda", index)

@@ -93,8 +93,21 @@ def ctas_per_rank(sms: int, sharing: int, wanted: int | None = None, reserve: in
     return wanted
 
 
+def check_emulated_grid(config: KernelConfig, options: Mapping[str, Any]) -> None:
+    """UsageError when the emulated CTAs of a rank, or those that are resident at once, are fewer than a cluster (of the
+    configuration, or of one that launches alternate with)."""
+    mixed = [int(part.partition("=")[2]) for text in str(options.get("mix", "")).split(";") for part in text.split("+") if part.startswith("cluster=")]
+    cluster = max(config.cluster, *mixed) if mixed else config.cluster
+    for name, count in (("ctas", options.get("ctas", DEFAULT_CTAS)), ("resident_ctas", options.get("resident_ctas", 0) or cluster)):
+        if count < cluster:
+            raise UsageError(f"{name}={count}: a cluster has {cluster} CTAs", rule="co-residency")
+
+
 def check_case(backend: str, ranks: int, config: KernelConfig, options: Mapping[str, Any], gpus: Sequence[Gpu]) -> None:
-    """Before anything starts: does a case's reserve leave every rank at least one cluster? ``gpus``: the SM90 GPUs."""
+    """Before anything starts: does a case's grid, after its reserve, leave every rank at least one cluster? ``gpus``: the
+    SM90 GPUs."""
+    if backend == "emulator":
+        check_emulated_grid(config, options)
     reserve = options.get("reserve_sms", 0)
     if not reserve:
         return

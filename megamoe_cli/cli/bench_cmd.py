@@ -239,7 +239,7 @@ def on_a_gpu() -> None:
     from megamoe_cli.errors import EnvironmentUnfit
 
     if not visible_gpus():
-        raise EnvironmentUnfit("no GPU is visible to this process")
+        raise EnvironmentUnfit("no GPU is visible to this process", hint="megamoe test --backend emulator runs the same kernel source on the CPU; it takes no times")
 
 
 def record_run(app: App, document: dict[str, Any]) -> None:

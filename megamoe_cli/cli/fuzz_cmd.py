@@ -10,12 +10,14 @@ import click
 
 from megamoe_cli import fuzz, sanitize
 from megamoe_cli.cli.app import App, json_option, verbosity_options
+from megamoe_cli.cli.test_cmd import stopped_by
 from megamoe_cli.errors import ExitCode, UsageError
 from megamoe_cli.report.tables import describe_failure
 from megamoe_cli.testplan import Case
 
 GROUP = 16  # cases between two looks at the clock; they share two builds
 SHRINK_S = 90.0
+LEAST_SHRINK_S = 10.0  # for the first failure, when the time is up
 
 
 @click.command("fuzz", short_help="Random legal cases on the emulator against the oracle, for a while.")
@@ -35,7 +37,8 @@ def fuzz_command(app: App, **values: Any) -> int:
     """Random legal configuration x shape x tokens x routing x schedule x skew, on the emulator, against the oracle.
 
     A case that fails is made small, printed with the command that runs it, and kept in the corpus, which runs first the
-    next time. Exit codes: 0 all passed, 1 not, 2 usage, 5 nothing was run.
+    next time. Making cases small counts as time: once it is up, only the first failure is still made small, briefly. Exit
+    codes: 0 all passed, 1 not, 2 usage, 5 nothing was run, 130 interrupted, 143 terminated.
     """
     if not values["timeout"] > 0:
         raise UsageError(f"--timeout={values['timeout']:g}; a case needs a positive number of seconds")
@@ -51,7 +54,8 @@ class _Fuzz:
             raise UsageError(f"--corpus {values['corpus']}: there is no such folder")
         self.jobs = values["jobs"] or sanitize.default_jobs()
         self.passed, self.failures, self.kept = 0, [], 0
-        self.interrupted = False
+        self.interrupted: int | None = None  # the signal
+        self.until = 0.0
 
     def execute(self) -> int:
         began = time.monotonic()
@@ -59,13 +63,13 @@ class _Fuzz:
         if old:
             self.app.say(f"corpus: {len(old)} cases of {self.corpus}")
             self._run(old, new=False)
-        source, until = fuzz.Fuzzer(self.values["seed"], self.values["timeout"]), time.monotonic() + 60 * self.values["minutes"]
-        while time.monotonic() < until and not self._over():
+        source, self.until = fuzz.Fuzzer(self.values["seed"], self.values["timeout"]), time.monotonic() + 60 * self.values["minutes"]
+        while time.monotonic() < self.until and not self._over():
             self._run(source.group(GROUP), new=True)
         return self._finish(time.monotonic() - began)
 
     def _over(self) -> bool:
-        return self.interrupted or bool(self.failures and self.values["exitfirst"])
+        return self.interrupted is not None or bool(self.failures and self.values["exitfirst"])
 
     def _run(self, cases: list[Case], new: bool) -> None:
         from megamoe_cli.supervisor import run_cases
@@ -74,9 +78,11 @@ class _Fuzz:
             sent = {f"{n}:{case.id}": case for n, case in enumerate(some)}  # ids of cases that differ in options may be equal
             done = run_cases([case.to_dict() | {"id": key} for key, case in sent.items()], backend="emulator", ranks=ranks,
                              timeout_s=self.values["timeout"], jobs=self.jobs, env={"OMP_NUM_THREADS": "1"})  # fmt: skip
+            self.interrupted = done.interrupted
             for result in done:
                 self._take(sent[result.id], result, new)
-            self.interrupted = self.interrupted or done.interrupted is not None
+                if self.failures and self.values["exitfirst"]:
+                    break
             if self._over():
                 return
         self.app.say(f"{self.passed} passed, {len(self.failures)} failed")
@@ -87,7 +93,7 @@ class _Fuzz:
             if new and self.corpus and self.kept < self.values["keep"]:
                 self.kept += fuzz.add_to_corpus(self.corpus, case, f"kept by fuzz --seed {self.values['seed']}")
             return
-        if new and not self.interrupted:
+        if new and self.interrupted is None:
             case, result = self._shrunk(case, result)
         self.failures.append((case, result))
         for line in describe_failure(case, result):
@@ -98,13 +104,17 @@ class _Fuzz:
     def _shrunk(self, case: Case, result: Any) -> tuple[Case, Any]:
         from megamoe_cli.shrink import batches, shrink
 
-        self.app.say(f"shrinking {case.id} (up to {SHRINK_S:g} s)")
-        found = shrink(case, result, batches("emulator", self.values["timeout"], self.jobs, {"OMP_NUM_THREADS": "1"}), SHRINK_S)
+        budget = min(SHRINK_S, max(self.until - time.monotonic(), 0.0 if self.failures else LEAST_SHRINK_S))
+        if budget <= 0:
+            return case, result
+        self.app.say(f"shrinking {case.id} (up to {budget:.0f} s)")
+        found = shrink(case, result, batches("emulator", self.values["timeout"], self.jobs, {"OMP_NUM_THREADS": "1"}), budget)
+        self.interrupted = found.interrupted
         return found.case, found.result
 
     def _finish(self, seconds: float) -> int:
         failed = len(self.failures)
-        code = ExitCode.INTERRUPTED if self.interrupted else ExitCode.NO if failed else ExitCode.DONE if self.passed else ExitCode.NOTHING_SELECTED
+        code = stopped_by(self.interrupted) if self.interrupted is not None else ExitCode.NO if failed else ExitCode.DONE if self.passed else ExitCode.NOTHING_SELECTED
         if self.app.json:
             self.app.emit({"schema": "megamoe.fuzz/1", "passed": self.passed, "failed": failed, "seconds": round(seconds, 1),
                            "failures": [result.to_dict() | {"repro": case.repro()} for case, result in self.failures],

@@ -203,6 +203,11 @@ def preflight(cases: Sequence[Case], backend: str) -> dict[int, Any]:
     return choices
 
 
+def stopped_by(number: int) -> int:
+    """The exit code of a run that a signal cut short."""
+    return int(ExitCode.INTERRUPTED if number == signal.SIGINT else 128 + number)
+
+
 def default_jobs(backend: str) -> int:
     """Emulated cases are one thread each; on a GPU cases would fight for its SMs."""
     if backend == "emulator":
@@ -298,6 +303,9 @@ class _Run:
             self.app.say(f"shrinking {result.id} (up to {SHRINK_S:g} s; --no-shrink leaves it out)")
             found = shrink(by_id[result.id], result, run, SHRINK_S)
             result.smallest = found.case.repro()
+            if found.interrupted is not None:
+                self.interrupted = found.interrupted
+                return
 
     def _run_ranks(self, ranks: int, progress: Any) -> None:
         from megamoe_cli.supervisor import run_cases
@@ -324,7 +332,7 @@ class _Run:
 
     def _exit_code(self) -> int:
         if self.interrupted is not None:
-            return int(ExitCode.INTERRUPTED if self.interrupted == signal.SIGINT else 128 + self.interrupted)
+            return stopped_by(self.interrupted)
         return exit_code_of(self.results)
 
     def _finish(self, code: int, show: bool = True) -> int:

@@ -27,6 +27,7 @@ def trace_command(app: App, shape: str, rank_of: int, tokens: str, config_text: 
     """Count, per math warpgroup, the cycles of each part of the kernel on one GPU (averages over CTAs)."""
     config = KernelConfig.parse(config_text)
     if loop:
+        parse_shape(shape), parse_sizes(tokens)  # not used, but not passed over when they are wrong
         return _loop(app, config, parts, offsets)
     from megamoe_cli.bench import Bench, slice_of
     from megamoe_cli.trace import trace

@@ -14,7 +14,7 @@ from tests.conftest import gpu_reason
     (("--loop", "--config", "policy=mma_sync,block_m=16"), "the loop alone"),
     (("--config", "block_m=63"), "block_m"),
     (("--config", "block_m=128,stages=8"), "shared memory"),
-    (("--tokens", "-1"), "tokens"),
+    (("--tokens", "-1"), "tokens"), (("--loop", "--tokens", "-1"), "tokens"), (("--loop", "--shape", "flahs"), "flash"),
     (("--rank-of", "7"), "7"),
 ])  # fmt: skip
 def test_bad_input_is_one_line_and_exit_2(megamoe, words: tuple[str, ...], said: str) -> None:
@@ -26,4 +26,4 @@ def test_bad_input_is_one_line_and_exit_2(megamoe, words: tuple[str, ...], said:
 @pytest.mark.parametrize("words", [("--tokens", "8"), ("--loop", "--part", "products")])
 def test_without_a_gpu_it_says_so(megamoe, words: tuple[str, ...]) -> None:
     answer = megamoe("trace", *words)
-    assert answer.code == 3 and answer.err == "error: no GPU is visible to this process\n"
+    assert answer.code == 3 and answer.err.startswith("error: no GPU is visible to this process\n") and len(answer.err.splitlines()) <= 2

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megamoe_cli import config, fuzz, sanitize, seed_campaign, testplan
+from megamoe_cli.backends.sm_share import check_emulated_grid
 from megamoe_cli.case_options import HARNESS_OPTIONS, parse_mix
 from megamoe_cli.errors import UsageError
 from megamoe_cli.shapes import check_problem
@@ -27,6 +28,8 @@ def test_random_cases_are_legal_and_repeatable() -> None:
         check_problem(case.problem)
         for each in (case.config, *parse_mix(case.options.get("mix", ""), case.config)):
             config.require(each, case.problem.shape, case.ranks)
+            assert case.options["ctas"] >= each.cluster
+        check_emulated_grid(case.config, case.options)
         testplan.routing_fits(case.routing, case.problem, False)
         if "skew" in case.options:
             backend_options(case.options["skew"], case.ranks, case.seed)

@@ -77,6 +77,19 @@ def test_time_is_bounded_and_results_may_be_missing() -> None:
     assert not found.done and now[0] == 30 and found.case == big()
 
 
+def test_a_signal_ends_it_with_what_was_found() -> None:
+    calls = [0]
+
+    def run(cases):
+        calls[0] += 1
+        if calls[0] == 2:
+            raise shrink.Interrupted(15)
+        return {0: failure(cases[0])}
+
+    found = shrink.shrink(big(), failure(big()), run, 1e9)
+    assert found.interrupted == 15 and not found.done and calls == [2] and found.case != big()
+
+
 @pytest.mark.parametrize(("first", "second", "same"), [
     (dict(status="fail", findings=[{"metric": "emulator_race", "place": "a:1"}]), dict(status="fail", findings=[{"metric": "emulator_race", "place": "a:1"}, {"metric": "x"}]), True),
     (dict(status="fail", findings=[{"metric": "emulator_race", "place": "a:1"}]), dict(status="fail", findings=[{"metric": "emulator_race", "place": "a:2"}]), False),

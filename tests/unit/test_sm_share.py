@@ -35,6 +35,8 @@ def test_the_emulated_machine_has_as_many_sms_as_ctas() -> None:
 
 @pytest.mark.parametrize(("backend", "ranks", "options", "cluster", "words"), [
     ("emulator", 2, {"reserve_sms": 2}, 1, "the device has 2"), ("emulator", 2, {"reserve_sms": 1}, 2, "less than a cluster of 2"),
+    ("emulator", 1, {"ctas": 1}, 2, "ctas=1: a cluster has 2"), ("emulator", 1, {"ctas": 1}, 1, ""), ("emulator", 1, {"resident_ctas": 1}, 2, "resident_ctas=1"),
+    ("emulator", 1, {"ctas": 1, "mix": "block_m=64;cluster=2+block_m=64"}, 1, "ctas=1: a cluster has 2"), ("virtual", 1, {"ctas": 2}, 2, ""),
     ("emulator", 2, {"reserve_sms": 3, "ctas": 4}, 1, ""), ("virtual", 8, {"reserve_sms": 125}, 1, "8 ranks cannot be resident"),
     ("virtual", 8, {"reserve_sms": 124}, 1, ""), ("virtual", 8, {"reserve_sms": 117}, 2, "leaves 1 of 132 SMs for each rank"),
     ("virtual", 8, {"reserve_sms": 5, "ctas": 16}, 1, "16 CTAs per rank"), ("nvlink", 8, {"reserve_sms": 131}, 1, ""),
