@@ -11,8 +11,9 @@ from megamoe_cli.session import Session
 from megamoe_cli.shapes import Problem
 
 
-def outputs_on(backend: Backend, problem: Problem, config: KernelConfig, ring: int, launches: int = 2) -> list[torch.Tensor]:
-    """``y`` of every launch and rank as bits, int16 [tokens, H]. ``ring``: rows of the pool in memory, 0 for all of it."""
+def outputs_on(backend: Backend, problem: Problem, config: KernelConfig, ring: int, launches: int = 3) -> list[torch.Tensor]:
+    """``y`` of every launch and rank as bits, int16 [tokens, H]. ``ring``: rows of the pool in memory, 0 for all of it. Three
+    launches: the third uses the counters of the first again, which the second must have cleared."""
     session = Session(backend, problem, config, "combine", ring=ring)
     datas = [inputs.make_case(problem, "powerlaw", 3, launch=n) for n in range(launches)]
     for rank in backend.local_ranks:

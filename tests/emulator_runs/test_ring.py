@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,10 +17,10 @@ from tests.ring import outputs_on
 SHAPE = Shape(256, 128, 10, 2)  # five experts a rank: their segments do not end where the ring does
 
 
-def outputs(config: KernelConfig, tokens: tuple[int, ...], ring: int, **options: Any) -> list[torch.Tensor]:
-    """The ``y`` of two launches on every rank, as bits."""
+def outputs(config: KernelConfig, tokens: tuple[int, ...], ring: int, hidden: int = 256, **options: Any) -> list[torch.Tensor]:
+    """The ``y`` of three launches on every rank, as bits."""
     with EmulatorBackend(2, **options) as backend:
-        return outputs_on(backend, Problem.make(SHAPE, 2, tokens), config, ring)
+        return outputs_on(backend, Problem.make(replace(SHAPE, hidden=hidden), 2, tokens), config, ring)
 
 
 @pytest.mark.parametrize(("text", "ring"), [
@@ -32,6 +33,16 @@ def test_a_ring_gives_the_bits_of_the_whole_pool(text: str, ring: int) -> None:
     for options in ({}, {"schedule": "random", "completion": "lazy", "seed": 5}):
         got = outputs(config, tokens, ring, **options)
         assert all(torch.equal(a, b) for a, b in zip(whole, got, strict=True))
+
+
+@pytest.mark.parametrize("text", ["tail=1", ""])
+def test_every_column_tile_and_every_half_of_one_counts(text: str) -> None:
+    """Two column tiles to a row of L2, and with tail=1 and many CTAs the last ones in halves: the places are free when all
+    are done, and not before."""
+    config = KernelConfig.parse(f"block_m=64,stages=2,lag=1,unit_blocks=1,{text}".rstrip(","))
+    whole = outputs(config, (100, 70), 0, hidden=384, ctas=8)
+    got = outputs(config, (100, 70), 256, hidden=384, ctas=8, schedule="random", completion="lazy", seed=3, races=True)
+    assert all(torch.equal(a, b) for a, b in zip(whole, got, strict=True))
 
 
 @pytest.mark.parametrize("seed", [1, 2])

@@ -111,6 +111,9 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(511, "epilogues", EPI2, "me.warp_has(r, tile.valid())", "me.warp_has(r, tile.valid() - 1)", "a lone row in the second half is dropped", cases=("tall",)),
     Mutant(512, "epilogues", LOOP, "(tile.n * C::kBlockN + me.column(0)) / 128", "tile.n * C::kBlockN / 128", "both warpgroups take the first column scale"),
     Mutant(513, "epilogues", LOOP, "me.has(r, tile.valid())", "me.has(r, tile.valid() - 1)", "a lone row in the second half is not computed", cases=("tall",)),
+    Mutant(516, "epilogues", LOOP, "lane / 16 != k / 16 % 2", "lane / 16 == k / 16 % 2", "the lanes whose scales are in use take the next ones", cases=("long",)),
+    Mutant(517, "epilogues", LOOP, "k + 16 + lane % 16", "k + lane % 16", "the scales of the K-blocks that are done are taken again", cases=("long",)),
+    Mutant(518, "epilogues", LOOP, "hw::shfl(hw::f32_to_bits(second), k % 32)", "hw::shfl(hw::f32_to_bits(second), 0)", "every K-block has the first one's up scale"),
 
     # ---- combine
     Mutant(601, "combine", FINISH, "math_thread < p.num_ranks", "math_thread + 1 < p.num_ranks", "the last peer's slots are not waited for", near="bool ok = true;"),
