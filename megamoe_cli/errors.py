@@ -23,6 +23,11 @@ class ExitCode(IntEnum):
     TERMINATED = 143
 
 
+def stopped_by(number: int) -> int:
+    """The exit code of a run that signal ``number`` cut short: 130 for SIGINT, 143 for SIGTERM, as a shell says them."""
+    return 128 + number
+
+
 CACHE_HINT = "set MEGAMOE_CACHE_DIR to a folder you may write to"
 
 

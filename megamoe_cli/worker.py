@@ -180,6 +180,20 @@ def _serve_rank(args: argparse.Namespace, say: _Speaker, make_runner: Callable[.
             return 0
 
 
+def device_index(args: argparse.Namespace, control: Control | None) -> int:
+    """The CUDA device of this process, its environment prepared before torch makes a context. EnvironmentUnfit or UsageError
+    when no task can run here: no GPU, too many ranks (said once, not for each task)."""
+    from .backends.driver import prepare_environment
+    from .backends.nvlink import device_for
+    from .backends.picking import pick
+
+    if control is None:
+        pick(args.backend, args.ranks)
+    index = args.device if control is None else device_for(control.rank)
+    prepare_environment()
+    return index
+
+
 def _rank_runner(args: argparse.Namespace, control: Control, on_stage: Callable[[str, str], None]) -> Runner:
     from .backends.nvlink import device_for
     from .runner import Runner

@@ -35,17 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _runner(options: argparse.Namespace, control: Any, on_stage: Callable[[str, str], None], reserve_sms: int) -> Any:
-    from megamoe_cli.backends.driver import prepare_environment
-    from megamoe_cli.backends.picking import pick
-
-    index = options.device
-    if control is not None:
-        from megamoe_cli.backends.nvlink import device_for
-
-        index = device_for(control.rank)
-    else:
-        pick(options.backend, options.ranks)  # no GPU, too many ranks: said once, not for each task
-    prepare_environment()  # before torch makes a context
+    index = worker.device_index(options, control)
     from megamoe_cli.tuning.measuring import TuneRunner
 
     return TuneRunner(options.backend, options.ranks, control=control, on_stage=on_stage, index=index, reserve_sms=reserve_sms)

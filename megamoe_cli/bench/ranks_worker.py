@@ -31,17 +31,7 @@ def main(argv: Sequence[str] | None = None, runner: Callable[..., Any] | None = 
 
 
 def _runner(options: argparse.Namespace, control: Any, on_stage: Callable[[str, str], None], reserve_sms: int) -> Any:
-    from ..backends.driver import prepare_environment
-    from ..backends.picking import pick
-
-    index = options.device
-    if control is not None:
-        from ..backends.nvlink import device_for
-
-        index = device_for(control.rank)
-    else:
-        pick(options.backend, options.ranks)  # no GPU, too many ranks: said once, not for each row
-    prepare_environment()  # before torch makes a context
+    index = worker.device_index(options, control)
     from .ranks_runner import RanksRunner
 
     return RanksRunner(options.backend, options.ranks, control=control, on_stage=on_stage, index=index, reserve_sms=reserve_sms)

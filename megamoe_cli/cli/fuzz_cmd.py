@@ -10,8 +10,7 @@ import click
 
 from megamoe_cli import fuzz, sanitize
 from megamoe_cli.cli.app import App, json_option, verbosity_options
-from megamoe_cli.cli.test_cmd import stopped_by
-from megamoe_cli.errors import ExitCode, UsageError
+from megamoe_cli.errors import ExitCode, UsageError, stopped_by
 from megamoe_cli.report.tables import describe_failure
 from megamoe_cli.testplan import Case
 

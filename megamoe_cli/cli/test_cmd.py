@@ -15,7 +15,7 @@ from megamoe_cli import sanitize, testplan
 from megamoe_cli.cli import generated_cases
 from megamoe_cli.cli.app import App, json_option, reserve_option, table_option, verbosity_options
 from megamoe_cli.config import KernelConfig
-from megamoe_cli.errors import ExitCode, UsageError
+from megamoe_cli.errors import ExitCode, UsageError, stopped_by
 from megamoe_cli.plan_values import parse_options
 from megamoe_cli.testplan import Case, Request
 
@@ -201,11 +201,6 @@ def preflight(cases: Sequence[Case], backend: str) -> dict[int, Any]:
     for case in cases:
         check_case(choices[case.ranks].name, case.ranks, case.config, case.options, hopper)
     return choices
-
-
-def stopped_by(number: int) -> int:
-    """The exit code of a run that a signal cut short."""
-    return int(ExitCode.INTERRUPTED if number == signal.SIGINT else 128 + number)
 
 
 def default_jobs(backend: str) -> int:
