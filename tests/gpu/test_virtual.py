@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megamoe_cli.testplan import Case
 from tests.proving import describe, plan, prove, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
@@ -109,15 +110,13 @@ def test_emulator_and_gpu_agree(phase: str, tmp_path: Path, record_property: pyt
         assert shares["y"] > 0.5 and shares["l2_acts"] > 0.9
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_compute_sanitizer_memcheck(ranks: int, tmp_path: Path) -> None:
+def under_memcheck(cases: list[Case], ranks: int, folder: Path) -> None:
+    """All cases pass in one worker under the vendor's memcheck, which finds nothing."""
     tool = shutil.which("compute-sanitizer") or next(iter(sorted(map(str, Path("/usr/local").glob("cuda*/bin/compute-sanitizer")))), None)
     if tool is None:
         pytest.skip("not run: no compute-sanitizer on this machine")
-    # Tokens few, waits long: under the tool every access is slow.
-    cases = [c.to_dict() for c in plan("virtual", ranks=ranks, phase="combine", shape="256x256x4x2", tokens="5", repeat=2, options={"wait_s": 500})]
-    file = tmp_path / "cases.jsonl"
-    file.write_text("".join(json.dumps(c | {"timeout_s": 500}) + "\n" for c in cases))
+    file = folder / "cases.jsonl"
+    file.write_text("".join(json.dumps(case.to_dict() | {"id": f"{n}:{case.id}", "timeout_s": 500}) + "\n" for n, case in enumerate(cases)))
     done = subprocess.run(
         [tool, "--tool", "memcheck", "--report-api-errors", "no",  # cuda-bindings asks the driver for entry points it may lack
          "--error-exitcode", "99", "--target-processes", "all", sys.executable, "-m", "megamoe_cli.worker",
@@ -127,4 +126,31 @@ def test_compute_sanitizer_memcheck(ranks: int, tmp_path: Path) -> None:
         pytest.skip(f"not run: the tool does not work here: {text.strip().splitlines()[-1] if text.strip() else done.returncode}")
     assert "ERROR SUMMARY: 0 errors" in text and done.returncode == 0, text[-4000:]
     results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert [r["status"] for r in results if "status" in r] == ["pass"]
+    assert [r["status"] for r in results if "status" in r] == ["pass"] * len(cases)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_compute_sanitizer_memcheck(ranks: int, tmp_path: Path) -> None:
+    # Tokens few, waits long: under the tool every access is slow.
+    under_memcheck(plan("virtual", ranks=ranks, phase="combine", shape="256x256x4x2", tokens="5", repeat=2, options={"wait_s": 500}), ranks, tmp_path)
+
+
+def test_the_small_inputs_under_memcheck(tmp_path: Path) -> None:
+    """The named small inputs, which the emulator runs race-checked, a worker for each rank count."""
+    cases = plan("virtual", named=["all"], phase="combine", options={"wait_s": 500})
+    assert len(cases) >= 12
+    for ranks in sorted({case.ranks for case in cases}):
+        under_memcheck([case for case in cases if case.ranks == ranks], ranks, tmp_path)
+
+
+def test_the_campaigns_cases_under_memcheck(tmp_path: Path) -> None:
+    """The cases by which the campaign's faults are caught, three launches each, pass on the device too."""
+    from tests.mutants.cases import REQUESTS
+
+    cases: list[Case] = []
+    for name in ("base", "mixed", "overhang", "few", "long", "pair", "narrow", "rescaled", "serial", "warp", "waves"):
+        request = {key: value for key, value in REQUESTS[name][1].items() if key != "options"}
+        asked = {"ranks": 2, "shape": "256x256x4x2", "config": ["block_m=64", "stages=2"]} | request
+        cases += plan("virtual", phase="combine", repeat=3, options={"wait_s": 500}, **asked)
+    for ranks in sorted({case.ranks for case in cases}):
+        under_memcheck([case for case in cases if case.ranks == ranks], ranks, tmp_path)
