@@ -19,6 +19,8 @@ from megamoe_cli.shapes import Shape
 from megamoe_cli.tuning.schema import Choice
 
 FAKE = Path(__file__).with_name("fake_ranks.py")
+# Half a minute each on 2 cores, and the test command has 15: of the ways a peer can fail one runs always, the others on demand.
+LONG = pytest.mark.skipif(os.environ.get("MEGAMOE_LONG_TESTS") != "1", reason="long: set MEGAMOE_LONG_TESTS=1")
 
 
 @pytest.fixture
@@ -82,8 +84,9 @@ def test_the_peers_wrong_output_costs_its_column_alone(go) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("peer", "reason"), [
-    ("load:1", "does not load here: ImportError"), ("rendezvous:0", "rendezvous: planted"), ("raise:1", "CUDA error: planted"),
-    ("die:1", "rank 1 died with SIGKILL"), ("hang:1", "no answer within 12 s during compile peer")])
+    pytest.param("load:1", "does not load here: ImportError", marks=LONG), pytest.param("rendezvous:0", "rendezvous: planted", marks=LONG),
+    pytest.param("raise:1", "CUDA error: planted", marks=LONG), ("die:1", "rank 1 died with SIGKILL"),
+    pytest.param("hang:1", "no answer within 12 s during compile peer", marks=LONG)])
 def test_what_the_peer_does_wrong_costs_its_column(go, peer, reason) -> None:
     """Whichever rank it happens on; and where it took the group down, later rows go on without it."""
     (first, second), group = go(["peer"], (3, 4), peer=peer, start=4, setup_s=12.0 if peer.startswith("hang") else 60.0)
