@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import struct
 import time
 from collections.abc import Sequence
@@ -39,12 +38,9 @@ class LoopTime:
 
 def entry_text(config: KernelConfig, part: str) -> str:
     """C++ text of one probe. ``config`` must be resolved."""
-    from .compile.entry import entry_text as kernel_text
+    from .compile.entry import config_text
 
-    whole = kernel_text("combine", config)
-    struct_text = re.search(r"struct Config \{.*?\n\};\n", whole, re.S)
-    assert struct_text is not None
-    return (f'#include "mma/loop_probe.cuh"\n{struct_text[0]}'
+    return (f'#include "mma/loop_probe.cuh"\n{config_text("combine", config)}'
             f"MM_DEVICE void probe(const megamoe::LoopProbeParams& p) {{ megamoe::loop_probe<Config, {PARTS[part]}>(p); }}\n"
             f"MM_KERNEL_ENTRY({KERNEL}, {config.threads}, 1, megamoe::LoopProbeParams, probe)\n")  # fmt: skip
 
@@ -61,15 +57,14 @@ def build(config: KernelConfig, part: str) -> Any:
     """The cached cubin of a probe. BuildFailed, also when something spills or products are serialized: its time would mean nothing."""
     from .compile import nvrtc
     from .compile.cache import BuildCache, key_of
-    from .compile.ptxas import parse_log
+    from .compile.driver import compile_judged
     from .compile.sources import closure
 
     text = entry_text(config, part)
     sources = closure(text, kernels_dir(), emulator=False)
 
     def produce() -> tuple[bytes, dict[str, Any]]:
-        cubin, log = nvrtc.compile_cubin(sources.canonical(text), sources.flattened(), name=f"{KERNEL}.cu")
-        found = parse_log(log, KERNEL)
+        cubin, log, found = compile_judged(text, sources, KERNEL, f"{KERNEL}.cu")
         if found.spills or found.notes:
             why = f"spills {found.spill_stores} bytes" if found.spills else found.notes[0].text
             raise BuildFailed(f"the probe of {config.name()} with {part}: {why}", log=log)

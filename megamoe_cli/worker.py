@@ -184,12 +184,16 @@ def device_index(args: argparse.Namespace, control: Control | None) -> int:
     """The CUDA device of this process, its environment prepared before torch makes a context. EnvironmentUnfit or UsageError
     when no task can run here: no GPU, too many ranks (said once, not for each task)."""
     from .backends.driver import prepare_environment
-    from .backends.nvlink import device_for
-    from .backends.picking import pick
 
+    index = args.device
     if control is None:
+        from .backends.picking import pick
+
         pick(args.backend, args.ranks)
-    index = args.device if control is None else device_for(control.rank)
+    else:
+        from .backends.nvlink import device_for
+
+        index = device_for(control.rank)
     prepare_environment()
     return index
 

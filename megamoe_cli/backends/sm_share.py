@@ -96,8 +96,9 @@ def ctas_per_rank(sms: int, sharing: int, wanted: int | None = None, reserve: in
 def check_emulated_grid(config: KernelConfig, options: Mapping[str, Any]) -> None:
     """UsageError when the emulated CTAs of a rank, or those that are resident at once, are fewer than a cluster (of the
     configuration, or of one that launches alternate with)."""
-    mixed = [int(part.partition("=")[2]) for text in str(options.get("mix", "")).split(";") for part in text.split("+") if part.startswith("cluster=")]
-    cluster = max(config.cluster, *mixed) if mixed else config.cluster
+    from ..case_options import parse_mix
+
+    cluster = max(each.cluster for each in (config, *parse_mix(options.get("mix", ""), config)))
     for name, count in (("ctas", options.get("ctas", DEFAULT_CTAS)), ("resident_ctas", options.get("resident_ctas", 0) or cluster)):
         if count < cluster:
             raise UsageError(f"{name}={count}: a cluster has {cluster} CTAs", rule="co-residency")

@@ -21,6 +21,16 @@ def slice_of(shape: Shape, ranks: int) -> Shape:
     return Shape(shape.hidden, shape.intermediate, shape.experts // ranks, shape.topk)
 
 
+def weight_us(shape: Shape, experts: int) -> float:
+    """Reading the weights of so many experts, at HBM rate."""
+    return experts * 3 * shape.intermediate * shape.hidden / HBM_BYTES_PER_S * 1e6
+
+
+def tensor_us(shape: Shape, rows: int) -> float:
+    """Both products of so many rows, at tensor rate."""
+    return rows * 6 * shape.intermediate * shape.hidden / E4M3_FLOPS * 1e6
+
+
 def floors_us(shape: Shape, ids: Iterable[Any]) -> tuple[float, float, float]:
     """(weights, tensor, active experts): mean over the drawn routings of the bytes of the experts hit over HBM rate, and
     of the rows' FLOPs over the tensor rate."""
@@ -29,6 +39,6 @@ def floors_us(shape: Shape, ids: Iterable[Any]) -> tuple[float, float, float]:
         used = drawn[drawn >= 0]
         hit = int(used.unique().numel())
         active.append(hit)
-        weights.append(hit * 3 * shape.intermediate * shape.hidden / HBM_BYTES_PER_S * 1e6)
-        flops.append(int(used.numel()) * 6 * shape.intermediate * shape.hidden / E4M3_FLOPS * 1e6)
+        weights.append(weight_us(shape, hit))
+        flops.append(tensor_us(shape, int(used.numel())))
     return statistics.fmean(weights), statistics.fmean(flops), statistics.fmean(active)

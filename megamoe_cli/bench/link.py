@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from .floors import E4M3_FLOPS, HBM_BYTES_PER_S
+from .floors import tensor_us, weight_us
 
 if TYPE_CHECKING:
     import torch
@@ -91,8 +91,8 @@ def floors_by_rank(problem: Problem, draws: Sequence[Sequence[torch.Tensor]]) ->
         every = torch.cat([own.flatten() for own in ids])
         counts = torch.bincount(every[(every >= 0) & (every < shape.experts)], minlength=shape.experts).cpu()
         for rank, own in enumerate(counts.split(per)):
-            sums[rank][0] += int((own > 0).sum()) * 3 * shape.intermediate * shape.hidden / HBM_BYTES_PER_S * 1e6
-            sums[rank][1] += int(own.sum()) * 6 * shape.intermediate * shape.hidden / E4M3_FLOPS * 1e6
+            sums[rank][0] += weight_us(shape, int((own > 0).sum()))
+            sums[rank][1] += tensor_us(shape, int(own.sum()))
     return [(weights / len(draws), tensor / len(draws)) for weights, tensor in sums]
 
 

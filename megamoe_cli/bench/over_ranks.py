@@ -8,7 +8,6 @@ neither torch nor cupy.
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -17,12 +16,12 @@ from typing import Any
 
 from ..errors import EnvironmentUnfit
 from ..protocol import CaseResult
-from ..shapes import Shape
+from ..shapes import Shape, default_capacity
 from ..tuning.group import RankGroup
 from ..tuning.schema import Choice
 from .intervals import Estimate
 from .measured import ratios
-from .ranks_worker import NO_MULTICAST
+from .ranks_worker import NO_MULTICAST, PROGRAM
 
 SETUP_S = 300.0  # weights, inputs, references, and what compiles at a first launch
 ROW_S = 150.0  # a row's launches
@@ -45,14 +44,14 @@ class RowRequest:
     times: tuple[str, ...] = ("kernel", "in_a_row", "graph")
 
     def task(self, against: Sequence[str]) -> dict[str, Any]:
-        return {"shape": self.shape.as_list(), "tokens": self.tokens, "capacity": -(-self.tokens // 128) * 128, "routing": "uniform",
+        return {"shape": self.shape.as_list(), "tokens": self.tokens, "capacity": default_capacity([self.tokens]), "routing": "uniform",
                 "seed": self.seed, "weights_seed": self.seed, "choice": self.choice.to_dict(), "against": list(against),
                 "samples": self.samples, "modes": list(self.times), "run_s": PIECE_S}  # fmt: skip
 
 
 def worker_command(backend: str, ranks: int, reserve: int = 0) -> list[str]:
     more = ["--reserve-sms", str(reserve)] if reserve else []
-    return [sys.executable, "-m", "megamoe_cli.bench.ranks_worker", "--backend", backend, "--ranks", str(ranks), *more]
+    return [*PROGRAM, "--backend", backend, "--ranks", str(ranks), *more]
 
 
 @dataclass

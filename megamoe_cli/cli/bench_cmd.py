@@ -197,10 +197,11 @@ def check_alone(values: Mapping[str, Any]) -> None:
 
 
 def given(parameter: str) -> bool:
-    """The user set it (flag, environment or settings file)."""
+    """The user set it (flag, environment or settings file); outside a command nothing was."""
     from click.core import ParameterSource
 
-    return click.get_current_context().get_parameter_source(parameter) not in (None, ParameterSource.DEFAULT)
+    context = click.get_current_context(silent=True)
+    return context is not None and context.get_parameter_source(parameter) not in (None, ParameterSource.DEFAULT)
 
 
 def parse_times(text: str) -> tuple[str, ...] | None:

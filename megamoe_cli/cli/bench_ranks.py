@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from megamoe_cli.cli.bench_cmd import check_reserve, on_a_gpu, parse_sizes
+from megamoe_cli.cli.bench_cmd import check_reserve, given, on_a_gpu, parse_sizes
 from megamoe_cli.config import KernelConfig, require
 from megamoe_cli.errors import EnvironmentUnfit, ExitCode, MegamoeError, UsageError
 from megamoe_cli.shapes import Problem, Shape, check_problem, parse_shape
@@ -52,7 +52,7 @@ class Asked:
 
         ranks = int(values["ranks_"])
         for parameter, option in ALONE.items():
-            if _given(parameter) if parameter == "rank_of" else values[parameter]:
+            if given(parameter) if parameter == "rank_of" else values[parameter]:
                 raise UsageError(f"--ranks times all ranks of a shape: no {option} with it", rule="ranks")
         if ranks == 1:
             raise UsageError("--ranks 1 is one rank with all experts: use --rank-of 1", rule="ranks")
@@ -106,20 +106,12 @@ def _peer_needs_processes(why: str) -> UsageError:
                       hint="use --backend nvlink with a GPU for each rank", rule="against")  # fmt: skip
 
 
-def _given(parameter: str) -> bool:
-    """The user set it; outside a command nothing was."""
-    from click.core import ParameterSource
-
-    context = click.get_current_context(silent=True)
-    return context is not None and context.get_parameter_source(parameter) not in (None, ParameterSource.DEFAULT)
-
-
 def _times(text: str) -> tuple[str, ...]:
     """The default of one rank stands for all that several ranks have."""
     from megamoe_cli.cli.bench_cmd import parse_times
 
     asked = parse_times(text)
-    if asked is None and not _given("times"):
+    if asked is None and not given("times"):
         return MODES
     unknown = [name for name in asked or ("cold",) if name not in MODES]
     if unknown:

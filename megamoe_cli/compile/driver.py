@@ -146,6 +146,18 @@ def spilling_text(path: Path) -> str:
     return f"role: {known} spill instructions" if known else f"role: {sass.UNKNOWN}"
 
 
+def compile_judged(text: str, sources: SourceSet, entry: str, name: str, extra: tuple[str, ...] = ()) -> tuple[bytes, str, Resources]:
+    """(cubin, log, what ptxas says of kernel ``entry``). BuildFailed, also when the log has no verdict on it."""
+    cubin, log = nvrtc.compile_cubin(sources.canonical(text), sources.flattened(), extra=extra, name=name)
+    try:
+        resources = parse_log(log, entry)
+    except ValueError as error:
+        raise BuildFailed(f"no verdict on registers and spills: {error}", log=log, hint="is NVRTC's own cache on (CUDA_CACHE_DISABLE=1 turns it off)?") from None
+    if resources.arch != nvrtc.ARCH:
+        raise BuildFailed(f"ptxas compiled for {resources.arch or 'an unnamed architecture'}, not {nvrtc.ARCH}", log=log)
+    return cubin, log, resources
+
+
 def _sm90(ready: Prepared) -> Entry:
     if (sent := prebuilt.lookup(ready)) is not None:
         return sent
@@ -154,14 +166,7 @@ def _sm90(ready: Prepared) -> Entry:
 
     def produce() -> tuple[bytes, dict[str, Any]]:
         start = time.perf_counter()
-        cubin, log = nvrtc.compile_cubin(ready.sources.canonical(ready.text), ready.sources.flattened(), extra=options,
-                                         name=f"{KERNEL_NAME}_{ready.request.phase}.cu")
-        try:
-            resources = parse_log(log, KERNEL_NAME)
-        except ValueError as error:
-            raise BuildFailed(f"no verdict on registers and spills: {error}", log=log, hint="is NVRTC's own cache on (CUDA_CACHE_DISABLE=1 turns it off)?") from None
-        if resources.arch != nvrtc.ARCH:
-            raise BuildFailed(f"ptxas compiled for {resources.arch or 'an unnamed architecture'}, not {nvrtc.ARCH}", log=log)
+        cubin, log, resources = compile_judged(ready.text, ready.sources, KERNEL_NAME, f"{KERNEL_NAME}_{ready.request.phase}.cu", options)
         return cubin, _facts(ready, compiler.fingerprint, time.perf_counter() - start, log) | {"resources": resources.to_dict()}
 
     key = key_of(target="sm_90a", options=[*nvrtc.OPTIONS, *options], compiler=compiler.fingerprint,

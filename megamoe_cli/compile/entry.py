@@ -23,13 +23,12 @@ def check_phase(phase: str) -> str:
     return phase
 
 
-def entry_text(phase: str, config: KernelConfig) -> str:
-    """C++ text of a variant. ``config`` must be resolved (stages > 0)."""
+def config_text(phase: str, config: KernelConfig) -> str:
+    """C++ text of ``struct Config``. ``config`` must be resolved (stages > 0)."""
     if config.stages < 2:
         raise UsageError("the entry text needs a resolved configuration: stages is still automatic", rule="stages")
     dispatch, tma, math = config.register_plan()
     return f"""\
-#include "{ROOT_HEADER}"
 struct Config {{
     static constexpr megamoe::Phase kPhase = megamoe::Phase::{PHASES[check_phase(phase)]};
     static constexpr megamoe::u32 kBlockM = {config.block_m}, kBlockN = {config.block_n}, kStages = {config.stages}, kCluster = {config.cluster}, kRowSplits = {config.m_splits};
@@ -40,5 +39,10 @@ struct Config {{
     static constexpr megamoe::u32 kRowDepth = {ROW_DEPTH};
     static constexpr bool kTrace = {"true" if config.trace else "false"};
 }};
-MM_KERNEL_ENTRY({KERNEL_NAME}, {config.threads}, {config.cluster}, megamoe::KernelParams, megamoe::run<Config>)
 """
+
+
+def entry_text(phase: str, config: KernelConfig) -> str:
+    """C++ text of a variant. ``config`` must be resolved (stages > 0)."""
+    return (f'#include "{ROOT_HEADER}"\n{config_text(phase, config)}'
+            f"MM_KERNEL_ENTRY({KERNEL_NAME}, {config.threads}, {config.cluster}, megamoe::KernelParams, megamoe::run<Config>)\n")  # fmt: skip

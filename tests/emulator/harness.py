@@ -14,6 +14,7 @@ import numpy as np
 
 from megamoe_cli.backends.emu_binding import EmuKernel, EmuOptions, EmuProgram, EmuReport, EmuRuntime
 from megamoe_cli.compile import build_runtime
+from megamoe_cli.compile.sources import closure
 
 ROOT = Path(__file__).resolve().parents[2]
 EMU = ROOT / "kernels" / "hw" / "emu"
@@ -27,10 +28,9 @@ using namespace megamoe;
 """
 
 
-def _digest(*parts: str) -> str:
-    headers = sorted([*EMU.glob("*.cuh"), *EMU.glob("ops.h"), ROOT / "kernels/hw/hw.cuh", ROOT / "kernels/hw/types.cuh"])
-    text = "\0".join([*parts, *(path.read_text() for path in headers)])
-    return hashlib.sha256(text.encode()).hexdigest()[:20]
+def _digest(text: str, *parts: str) -> str:
+    """Of the text and of all kernel sources that it includes."""
+    return hashlib.sha256("\0".join([text, *parts, closure(text, ROOT / "kernels", emulator=True).digest]).encode()).hexdigest()[:20]
 
 
 def _gcc(*arguments: str) -> None:
