@@ -15,8 +15,11 @@ from .paths import kernels_dir
 from .shapes import parse_shape
 
 KERNEL = "loop_probe"
-# What a run contains beside the products; each line has all of the one above. The bits are the enum ProbePart.
-PARTS = {"products": 0, "promotion": 1, "barriers": 3, "copies": 7}
+# What a run contains beside the products; promotion, barriers and copies add up. `in-place`: all of a warpgroup's columns in
+# one product, whose sums stay in the tensor core's accumulators; `multiplied`: by two factors between two K-blocks. The bits
+# are the enum ProbePart.
+PARTS = {"products": 0, "promotion": 1, "barriers": 3, "copies": 7,
+         "in-place": 8, "in-place-multiplied": 9, "in-place-copies": 15}  # fmt: skip
 BLOCKS = 40_000  # K-blocks a CTA works through: some 30 ms, so that the clock has settled
 STAGES_OF_SOURCE = 4  # operands that a CTA's copies go through again and again: L2 holds those of all CTAs
 _PARAMS = struct.Struct("<QQQIIII")
@@ -74,15 +77,15 @@ def build(config: KernelConfig, part: str) -> Any:
     return BuildCache().get_or_build(key, ".cubin", produce)
 
 
-def measure(configs: Sequence[KernelConfig], parts: Sequence[str], offsets: Sequence[int], blocks: int = BLOCKS) -> list[LoopTime]:
-    """Every configuration with every part and offset. EnvironmentUnfit without a GPU; TimedOut when a probe does not end."""
+def measure(configs: Sequence[KernelConfig], parts: Sequence[str], offsets: Sequence[int], blocks: int = BLOCKS, operands: str = "normal") -> list[LoopTime]:
+    """Every configuration with every part and offset, of operands that are "normal" or "zeros". EnvironmentUnfit without a GPU; TimedOut when a probe does not end."""
     from .backends.cuda_runtime import CudaRuntime
 
     cuda = CudaRuntime()
-    return [_run(cuda, config, part, offset, blocks) for config in configs for part in parts for offset in offsets]
+    return [_run(cuda, config, part, offset, blocks, operands) for config in configs for part in parts for offset in offsets]
 
 
-def _run(cuda: Any, config: KernelConfig, part: str, offset: int, blocks: int) -> LoopTime:
+def _run(cuda: Any, config: KernelConfig, part: str, offset: int, blocks: int, operands: str) -> LoopTime:
     import numpy
     import torch
 
@@ -90,8 +93,10 @@ def _run(cuda: Any, config: KernelConfig, part: str, offset: int, blocks: int) -
     kernel = cuda.load(build(config, part).path, KERNEL, size)
     grid, groups = cuda.gpu.sms, config.math_warpgroups
     span = STAGES_OF_SOURCE * (max(config.block_m, 64) + config.block_n) * 128
-    # Finite e4m3 of any sign and size: power depends on the data.
-    source = torch.randint(0, 256, (grid * span,), dtype=torch.uint8, device="cuda") & 0xBF
+    # Power depends on the data: normal, the largest of some hundred at the end of the format's range, as quantized operands are.
+    source = (torch.randn(grid * span, device="cuda") * 140).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+    if operands == "zeros":
+        source.zero_()
     cycles, sink = cuda.alloc(grid * groups * 4), cuda.alloc(grid * groups * 128 * 4)
     stream, begin, end = cuda.stream(), cuda.event(), cuda.event()
 

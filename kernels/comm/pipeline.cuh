@@ -55,8 +55,12 @@ struct CtaBarriers {
 // Tile ring, consumer side. The slot, with the side data of the tile's rows, stays valid until the consumer
 // arrives on tile_empty.
 template <class C>
-MM_DEVICE Tile wait_tile(const KernelParams& p, u8* smem, const CtaBarriers<C>& bars, const RingCursor<kTileSlots>& at) {
+MM_DEVICE void await_tile(const KernelParams& p, const CtaBarriers<C>& bars, const RingCursor<kTileSlots>& at) {
     mbarrier_wait<(C::kCluster > 1)>(p, bars.tile_full(at.slot()), at.parity(), kWaitTileFull, at.slot());
+}
+template <class C>
+MM_DEVICE Tile wait_tile(const KernelParams& p, u8* smem, const CtaBarriers<C>& bars, const RingCursor<kTileSlots>& at) {
+    await_tile<C>(p, bars, at);
     return read_tile<C>(smem, at);
 }
 
@@ -75,11 +79,11 @@ MM_DEVICE void release_stage(const CtaBarriers<C>& bars, u32 slot, u32 lane) {
         if (lane < C::kCluster) hw::mbarrier_arrive_cluster(bars.stage_empty(slot), lane);
     }
 }
-// All lanes of a math warp: it has read the stage before `slot`, for the last time.
+// All lanes of a math warp: it has read the stage for the last time.
 template <class C>
-MM_DEVICE void release_stage_before(const CtaBarriers<C>& bars, u32 slot, u32 lane) {
+MM_DEVICE void finish_stage(const CtaBarriers<C>& bars, u32 slot, u32 lane) {
     hw::warp_sync();
-    release_stage<C>(bars, slot == 0 ? C::kStages - 1 : slot - 1, lane);
+    release_stage<C>(bars, slot, lane);
 }
 // Nothing is read that the other CTA stored, so no acquire at cluster scope.
 template <class C>

@@ -45,6 +45,14 @@ private:
     }
 };
 
+// A descriptor of shared memory whose low word, with the address, is told to be the same in all lanes; its high word is a constant.
+struct UniformDescriptor {
+    u64 high;
+    u32 low;
+    MM_DEVICE explicit UniformDescriptor(u64 desc) : high(desc >> 32 << 32), low(hw::uniform(static_cast<u32>(desc))) {}
+    MM_DEVICE u64 moved(u32 bytes) const { return high | (low + bytes / 16); }
+};
+
 // Scale factors of a thread in a row unit: row scale x weight scale, for the rows `row` (0) and `row + 8` (1), the
 // 128-column blocks of its part, and even and odd chunks (gate and up in L1, the same in L2).
 template <class C>

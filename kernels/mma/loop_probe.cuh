@@ -14,14 +14,18 @@ struct LoopProbeParams {
     u32 unused;
 };
 
-enum ProbePart : u32 { kProbePromotion = 1, kProbeBarriers = 2, kProbeCopies = 4 };
+// kProbeInPlace: sums stay in the tensor core's accumulators, all columns of a warpgroup in one product; with kProbePromotion
+// they are multiplied between two K-blocks, as rescaling does.
+enum ProbePart : u32 { kProbePromotion = 1, kProbeBarriers = 2, kProbeCopies = 4, kProbeInPlace = 8 };
 
 template <class C, u32 kParts>
 struct LoopProbe {
     using Shape = TileShape<C>;
     using Plan = SharedPlan<C>;
-    static constexpr bool kPromotes = (kParts & kProbePromotion) != 0, kWaits = (kParts & kProbeBarriers) != 0, kCopies = (kParts & kProbeCopies) != 0;
+    static constexpr bool kInPlace = (kParts & kProbeInPlace) != 0, kPromotes = (kParts & kProbePromotion) != 0 && !kInPlace;
+    static constexpr bool kMultiplies = (kParts & kProbePromotion) != 0 && kInPlace, kWaits = (kParts & kProbeBarriers) != 0, kCopies = (kParts & kProbeCopies) != 0;
     static constexpr u32 kFrontend = 32 * (C::kDispatchWarps + C::kTmaWarps), kMath = 128 * C::kMathWarpgroups, kStageBytes = Plan::kABytes + Plan::kBBytes;
+    static constexpr u32 kUnits = kInPlace ? Shape::kRowUnits : Shape::kUnits, kRegs = kInPlace ? Shape::kColumns / 2 : Shape::kRegs;
     static_assert(!kCopies || kWaits, "copies need the stages' barriers");
     static_assert(!Shape::kWarpMma, "there are no warp-level products here");
 
@@ -76,12 +80,21 @@ struct LoopProbe {
         if (me.lane() == 0) hw::mbarrier_arrive(empty(slot));
     }
 
+    // One K-block onto sums that stay in place.
+    static MM_DEVICE void issue(f32 (&d)[kRegs], u64 a, u64 b) {
+        hw::wgmma_pin(d);
+        hw::wgmma_fence();
+#pragma unroll
+        for (u32 k = 0; k < 4; ++k) hw::wgmma_e4m3<2 * kRegs>(d, a + 2 * k, b + 2 * k, true);
+        hw::wgmma_commit();
+    }
+
     MM_DEVICE void multiply(const MathThread<C>& me) const {
-        f32 acc[Shape::kUnits][Shape::kRegs], scratch[kPromotes ? Shape::kRegs : 1];
+        f32 acc[kUnits][kRegs], scratch[kPromotes ? Shape::kRegs : 1];
 #pragma unroll
-        for (u32 u = 0; u < Shape::kUnits; ++u)
+        for (u32 u = 0; u < kUnits; ++u)
 #pragma unroll
-            for (u32 i = 0; i < Shape::kRegs; ++i) acc[u][i] = 0.0f;
+            for (u32 i = 0; i < kRegs; ++i) acc[u][i] = 0.0f;
         const u32 a_offset = hw::uniform(Plan::kA + me.first_row() * 128), b_offset = hw::uniform(Plan::kB + me.column(0) * 128);
         const u8* sfa_rows = smem + Plan::kSfa + me.row(0) * 4;
         RingCursor<C::kStages> stage;
@@ -97,10 +110,15 @@ struct LoopProbe {
             const f32* sfa = reinterpret_cast<const f32*>(sfa_rows + slot * Plan::kSfaBytes);
             if constexpr (kWaits) wait(full(slot), stage.parity());
 #pragma unroll
-            for (u32 u = 0; u < Shape::kUnits; ++u) {
-                const u32 r = u / Shape::kColumnUnits, c = u % Shape::kColumnUnits;
+            for (u32 u = 0; u < kUnits; ++u) {
+                const u32 r = u / (kUnits / Shape::kRowUnits), c = u % (kUnits / Shape::kRowUnits);
                 const u64 a = desc_a + r * Shape::kUnitRows * 128 / 16, b = desc_b + c * Shape::kUnitColumns * 128 / 16;
-                if constexpr (kPromotes) Product<C>::issue(scratch, a, b, false); else Product<C>::issue(acc[u], a, b, true);
+                if constexpr (kMultiplies) {
+                    const f32 lo = hw::lds_f32(sfa + r * Shape::kUnitRows), hi = hw::lds_f32(sfa + r * Shape::kUnitRows + 8);
+#pragma unroll
+                    for (u32 i = 0; i < kRegs; ++i) acc[u][i] *= i % 4 < 2 ? lo : hi;
+                }
+                if constexpr (kPromotes) Product<C>::issue(scratch, a, b, false); else issue(acc[u], a, b);
                 Factors<C> f;
                 if constexpr (kPromotes) {
                     const f32 lo = hw::lds_f32(sfa + r * Shape::kUnitRows), hi = hw::lds_f32(sfa + r * Shape::kUnitRows + 8);
@@ -117,7 +135,7 @@ struct LoopProbe {
                     Product<C>::wait(scratch);
                     promote<C>(acc[u], scratch, f, c);
                 } else {
-                    Product<C>::wait(acc[u]);
+                    hw::wgmma_wait<0>(acc[u]);
                 }
             }
             stage.advance();
@@ -126,9 +144,9 @@ struct LoopProbe {
         if (me.thread == 0) hw::st_u32(reinterpret_cast<u32*>(p.cycles) + hw::cta_idx() * C::kMathWarpgroups + me.warpgroup, spent);
         f32 sum = 0.0f;
 #pragma unroll
-        for (u32 u = 0; u < Shape::kUnits; ++u)
+        for (u32 u = 0; u < kUnits; ++u)
 #pragma unroll
-            for (u32 i = 0; i < Shape::kRegs; ++i) sum += acc[u][i];
+            for (u32 i = 0; i < kRegs; ++i) sum += acc[u][i];
         hw::st_f32(reinterpret_cast<f32*>(p.sink) + hw::cta_idx() * kMath + me.warpgroup * 128 + me.thread, sum);
     }
 

@@ -7,7 +7,19 @@ namespace megamoe {
 template <class C>
 MM_DEVICE MathThread<C> this_math_thread() {
     // Read afresh, so that nothing derived from it stays in a register through the main loop.
-    return MathThread<C>(hw::thread_idx_volatile() - (C::kThreads - 128 * C::kMathWarpgroups));
+    MathThread<C> me(hw::thread_idx_volatile() - (C::kThreads - 128 * C::kMathWarpgroups));
+    me.warpgroup = hw::uniform(me.warpgroup);
+    me.quarter = hw::uniform(me.quarter);
+    return me;
+}
+
+// The tile at a ring position, and what its flow of control hangs on said to be the same in all lanes: then the main loop, its
+// stages and descriptors are on the uniform datapath.
+template <class C>
+MM_DEVICE Tile tile_at(u8* smem, const RingCursor<kTileSlots>& at) {
+    Tile tile = read_tile<C>(smem, at);
+    tile.head = hw::uniform(tile.head);
+    return tile;
 }
 
 // Warpgroups with rows of their own never wait for each other. Started together they would also come to their
@@ -15,10 +27,13 @@ MM_DEVICE MathThread<C> this_math_thread() {
 // of stages bounds the distance.
 template <class C>
 MM_DEVICE void start_later(const KernelParams& p, u8* smem, const CtaBarriers<C>& bars) {
-    if (p.stagger == 0 || wait_tile<C>(p, smem, bars, RingCursor<kTileSlots>()).kind() == kTileEnd) return;
+    if (p.stagger == 0) return;
+    const RingCursor<kTileSlots> first;
+    await_tile<C>(p, bars, first);
+    if (tile_at<C>(smem, first).kind() == kTileEnd) return;
     mbarrier_wait(p, bars.stage_full(0), 0, kWaitStageFull, 0);
     const u32 start = hw::clock_cycles();
-    while (hw::clock_cycles() - start < p.stagger) {}
+    while (!hw::all(hw::clock_cycles() - start >= p.stagger)) {}
 }
 
 template <class C>
@@ -28,7 +43,7 @@ MM_DEVICE void math_role(const KernelParams& p, u8* smem, const CtaBarriers<C>& 
         RingCursor<kTileSlots> ring;
         RingCursor<C::kStages> stage;
         if constexpr (TileShape<C>::kRowSplits > 1) {
-            if (math_thread >= 128) start_later<C>(p, smem, bars);
+            if (hw::uniform(math_thread / 128) != 0) start_later<C>(p, smem, bars);
         }
         while (true) {
             using L1 = EpilogueL1<C>;
@@ -38,14 +53,15 @@ MM_DEVICE void math_role(const KernelParams& p, u8* smem, const CtaBarriers<C>& 
 #pragma unroll 1
             for (u32 pass = 0; true; ++pass) {
                 {
-                    const Tile tile = pass == 0 ? wait_tile<C>(p, smem, bars, ring) : read_tile<C>(smem, ring);
+                    if (pass == 0) await_tile<C>(p, bars, ring);
+                    const Tile tile = tile_at<C>(smem, ring);
                     trace.lap(kTraceTileWait);
                     kind = tile.kind();
                     if (kind == kTileEnd) break;
                     main_loop<C>(p, smem, bars, tile, this_math_thread<C>(), stage, acc, trace);
                 }
                 if (kind == kTileL2 || pass + 1 == TileShape<C>::kPasses) break;
-                const Tile tile = read_tile<C>(smem, ring);   // its first activations wait for the second pass
+                const Tile tile = tile_at<C>(smem, ring);   // its first activations wait for the second pass
                 const MathThread<C> me = this_math_thread<C>();
                 L1{p, tile, me}.activate(side_data<C>(smem, ring), acc, pass);
                 L1::hold(acc, held);
@@ -53,7 +69,7 @@ MM_DEVICE void math_role(const KernelParams& p, u8* smem, const CtaBarriers<C>& 
             if (kind == kTileEnd) break;
             trace.lap(kTraceMain);
             trace.add(kTraceTiles, 1);
-            const Tile tile = read_tile<C>(smem, ring);   // again, rather than in registers through the main loop
+            const Tile tile = tile_at<C>(smem, ring);   // again, rather than in registers through the main loop
             const u8* side = side_data<C>(smem, ring);
             const MathThread<C> me = this_math_thread<C>();
             if (kind == kTileL1) {

@@ -39,9 +39,12 @@ struct LaneScales {
         second = hw::ld_nc_f32(s.first + s.step + k);
     }
     MM_DEVICE LaneScales(const ColumnScales& s, u32 lane, u32 num_k) : first(0.0f), second(0.0f) { load(s, lane, num_k); }
-    // Every 16 K-blocks the lanes whose scales are used up take the next ones; they have 16 K-blocks to arrive.
+    // After K-block k has taken its scales: every 16 K-blocks the lanes whose scales are used up take the next ones. They have a
+    // K-block's time to arrive.
     MM_DEVICE void refill(const ColumnScales& s, u32 lane, u32 k, u32 num_k) {
-        if (k != 0 && k % 16 == 0 && (lane / 16 != k / 16 % 2)) load(s, k + 16 + lane % 16, num_k);
+        if (k == 0 || k % 16 != 0) return;
+        hw::warp_sync();   // keeps what follows out of the other K-blocks
+        if (lane / 16 != k / 16 % 2) load(s, k + 16 + lane % 16, num_k);
     }
     MM_DEVICE f32 first_of(u32 k) const { return hw::bits_to_f32(hw::shfl(hw::f32_to_bits(first), k % 32)); }
     MM_DEVICE f32 second_of(u32 k) const { return hw::bits_to_f32(hw::shfl(hw::f32_to_bits(second), k % 32)); }
@@ -106,12 +109,14 @@ MM_DEVICE void main_loop(const KernelParams& p, u8* smem, const CtaBarriers<C>& 
     for (u32 r = 0; r < Shape::kRowUnits; ++r) has[r] = r == 0 || me.has(r, tile.valid());
 
     LaneScales lane_scales(scales, me.lane(), num_k);
+    const UniformDescriptor first_a(Shape::kWarpMma ? 0 : hw::smem_descriptor(smem + a_offset)), first_b(Shape::kWarpMma ? 0 : hw::smem_descriptor(smem + b_offset));
+    u32 before = 0;   // the slot of the K-block before
 #pragma unroll 1
     for (u32 k = 0; k < num_k; ++k) {
         // Everything that does not need the data comes before the wait.
-        const u32 slot = hw::uniform(stage.slot());
+        const u32 slot = stage.slot();
         const u8 *a = smem + a_offset + slot * Plan::kABytes, *b = smem + b_offset + slot * Plan::kBBytes;
-        const u64 desc_a = Shape::kWarpMma ? 0 : hw::smem_descriptor(a), desc_b = Shape::kWarpMma ? 0 : hw::smem_descriptor(b);
+        const u64 desc_a = first_a.moved(slot * Plan::kABytes), desc_b = first_b.moved(slot * Plan::kBBytes);
         const f32* sfa = reinterpret_cast<const f32*>(sfa_rows + slot * Plan::kSfaBytes);
         trace.lap(kTraceMain);
         mbarrier_wait(p, bars.stage_full(slot), stage.parity(), kWaitStageFull, slot);
@@ -119,7 +124,7 @@ MM_DEVICE void main_loop(const KernelParams& p, u8* smem, const CtaBarriers<C>& 
         // Between the end of one product and the start of the next the tensor core has nothing of this warpgroup's to do: so
         // the stage before is given back under the first product.
         const auto under_the_product = [&] {
-            if (k != 0) release_stage_before<C>(bars, slot, me.lane());
+            if (k != 0) finish_stage<C>(bars, before, me.lane());
             lane_scales.refill(scales, me.lane(), k, num_k);
         };
         f32 first, second;
@@ -158,9 +163,10 @@ MM_DEVICE void main_loop(const KernelParams& p, u8* smem, const CtaBarriers<C>& 
                 }
             }
         }
+        before = slot;
         stage.advance();
     }
-    release_stage_before<C>(bars, stage.slot(), me.lane());
+    finish_stage<C>(bars, before, me.lane());
     if constexpr (kRescales) {
 #pragma unroll
         for (u32 r = 0; r < Shape::kRowUnits; ++r)

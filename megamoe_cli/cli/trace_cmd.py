@@ -19,16 +19,17 @@ SCHEMA, LOOP_SCHEMA = "megamoe.trace/1", "megamoe.loop/1"
 @click.option("--tokens", default="128,8192", show_default=True)
 @click.option("--config", "config_text", default="", help="KEY=VAL,... of the kernel configuration.")
 @click.option("--loop", "loop", is_flag=True, help="Instead: the main loop alone, with and without promotion, barriers and copies.")
-@click.option("--part", "parts", default="products,promotion,barriers,copies", show_default=True, help="With --loop: how much of it; each has all before it.")
+@click.option("--part", "parts", default="products,promotion,barriers,copies", show_default=True, help="With --loop: how much of it: " + "products, promotion, barriers, copies (each has all before it), in-place, in-place-multiplied, in-place-copies.")
 @click.option("--offset", "offsets", default="0", show_default=True, help="With --loop: cycles by which the second warpgroup begins later, comma-separated.")
+@click.option("--operands", type=click.Choice(["normal", "zeros"]), default="normal", show_default=True, help="With --loop: zeros take little power.")
 @json_option
 @click.pass_obj
-def trace_command(app: App, shape: str, rank_of: int, tokens: str, config_text: str, loop: bool, parts: str, offsets: str) -> int:
+def trace_command(app: App, shape: str, rank_of: int, tokens: str, config_text: str, loop: bool, parts: str, offsets: str, operands: str) -> int:
     """Count, per math warpgroup, the cycles of each part of the kernel on one GPU (averages over CTAs)."""
     config = KernelConfig.parse(config_text)
     if loop:
         parse_shape(shape), parse_sizes(tokens)  # not used, but not passed over when they are wrong
-        return _loop(app, config, parts, offsets)
+        return _loop(app, config, parts, offsets, operands)
     from megamoe_cli.bench import Bench, slice_of
     from megamoe_cli.trace import trace
 
@@ -50,7 +51,7 @@ def trace_command(app: App, shape: str, rank_of: int, tokens: str, config_text: 
     return ExitCode.DONE
 
 
-def _loop(app: App, config: KernelConfig, parts: str, offsets: str) -> int:
+def _loop(app: App, config: KernelConfig, parts: str, offsets: str, operands: str) -> int:
     from dataclasses import asdict
 
     from megamoe_cli import loop_probe
@@ -64,13 +65,13 @@ def _loop(app: App, config: KernelConfig, parts: str, offsets: str) -> int:
         raise UsageError("--loop takes at least one --part, and --offset takes numbers of cycles", rule="loop-probe")
     config = loop_probe.check(config)
     on_a_gpu()
-    found = loop_probe.measure([config], names, [int(text) for text in offsets.split(",")])
+    found = loop_probe.measure([config], names, [int(text) for text in offsets.split(",")], operands=operands)
     if app.json:
-        app.emit({"schema": LOOP_SCHEMA, "rows": [asdict(row) for row in found]})
+        app.emit({"schema": LOOP_SCHEMA, "operands": operands, "rows": [asdict(row) for row in found]})
     else:
-        click.echo(f"{'configuration':<44}{'part':<11}{'offset':>7}{'cycles':>9}{'us':>8}{'MHz':>7}{'TFLOPS':>8}   (a K-block of the tile)")
+        click.echo(f"{'configuration':<44}{'part':<21}{'offset':>7}{'cycles':>9}{'us':>8}{'MHz':>7}{'TFLOPS':>8}   (a K-block of the tile)")
         for row in found:
-            click.echo(f"{row.config:<44}{row.part:<11}{row.offset:>7}{row.cycles:>9.0f}{row.us:>8.3f}{row.mhz:>7.0f}{row.tflops:>8.0f}")
+            click.echo(f"{row.config:<44}{row.part:<21}{row.offset:>7}{row.cycles:>9.0f}{row.us:>8.3f}{row.mhz:>7.0f}{row.tflops:>8.0f}")
     return ExitCode.DONE
 
 

@@ -49,6 +49,7 @@ MM_DEVICE void body(const Params& p) {
     if (BUG == 18 && t == 0) hw::bulk_load(smem + 8, reinterpret_cast<const void*>(p.out), 16, bar);
     if (BUG == 19) hw::reg_dealloc<24>(), hw::reg_alloc<256>(), hw::reg_dealloc<64>(), hw::reg_dealloc<72>();
     if (BUG == 20 && t == 0) { hw::bulk_store(reinterpret_cast<void*>(p.out), smem, 16); }
+    if (BUG == 23) out[0] = hw::uniform(t % 64 == 40 ? 1 : 0);
     if (BUG == 21 && t == 0) hw::mbarrier_arrive_cluster(bar, 1);
     hw::st_u32(out + t, t + 1);
 }
@@ -77,6 +78,7 @@ EXPECTED = {
     20: ("bulk", "never committed"),
     21: ("cluster", "CTA 1 of a cluster of 1"),
     22: ("race", "fence_mbarrier_init missing"),
+    23: ("warp", "values that differ"),
 }
 
 

@@ -181,7 +181,7 @@ MM_DEVICE void mma_e4m3_m16n8k32(f32& d0, f32& d1, f32& d2, f32& d3, u32 a0, u32
 }
 
 // ---- warp_math.cuh: collectives (the arithmetic is in device_math.cuh)
-MM_DEVICE u32 uniform(u32 v, MM_AT) { return emu::warp_collective(emu::WarpOp::kShfl, ~0u, v, 0, MM_FWD); }
+MM_DEVICE u32 uniform(u32 v, MM_AT) { return emu::warp_collective(emu::WarpOp::kUniform, ~0u, v, 0, MM_FWD); }
 MM_DEVICE u32 shfl(u32 v, u32 lane, MM_AT) { return emu::warp_collective(emu::WarpOp::kShfl, ~0u, v, lane, MM_FWD); }
 MM_DEVICE u32 shfl_xor(u32 v, u32 mask, MM_AT) { return emu::warp_collective(emu::WarpOp::kShflXor, ~0u, v, mask, MM_FWD); }
 MM_DEVICE u32 shfl_up(u32 v, u32 delta, MM_AT) { return emu::warp_collective(emu::WarpOp::kShflUp, ~0u, v, delta, MM_FWD); }

@@ -9,7 +9,7 @@ namespace megamoe::emu {
 enum class Order : u32 { kRelaxed, kAcquire, kRelease, kAcqRel };
 enum class Rmw : u32 { kAdd, kCas };
 enum class Proxy : u32 { kAll, kShared, kGlobal };
-enum class WarpOp : u32 { kSync, kShfl, kShflXor, kShflUp, kBallot, kAll, kAny, kElect, kMma };
+enum class WarpOp : u32 { kSync, kShfl, kShflXor, kShflUp, kUniform, kBallot, kAll, kAny, kElect, kMma };
 
 // Content of a TensorMap on the emulator (docs/internals.md): rows x cols of one-byte elements, row-major.
 struct TensorMapImage {

@@ -15,6 +15,7 @@ const char* name_of(WarpOp op) {
         case WarpOp::kShfl: return "shfl.idx";
         case WarpOp::kShflXor: return "shfl.bfly";
         case WarpOp::kShflUp: return "shfl.up";
+        case WarpOp::kUniform: return "redux.or";
         case WarpOp::kBallot: return "vote.ballot";
         case WarpOp::kAll: return "vote.all";
         case WarpOp::kAny: return "vote.any";
@@ -73,6 +74,7 @@ void compute(const Collective& c, Warp& w) {
             case WarpOp::kShfl: out = c.value[c.arg[lane] & 31u]; break;
             case WarpOp::kShflXor: out = c.value[(lane ^ c.arg[lane]) & 31u]; break;
             case WarpOp::kShflUp: out = lane >= c.arg[lane] ? c.value[lane - c.arg[lane]] : c.value[lane]; break;
+            case WarpOp::kUniform: out = c.value[lane]; break;   // the same in all lanes
             case WarpOp::kBallot: out = votes; break;
             case WarpOp::kAll: out = votes == c.mask; break;
             case WarpOp::kAny: out = votes != 0; break;
@@ -163,6 +165,10 @@ u32 warp_collective(WarpOp op, u32 mask, u32 value, u32 arg, const char* file, i
         e.block(t, WaitKind::kCollective, where, static_cast<u64>(op), mask);
         return t.result;
     }
+    if (op == WarpOp::kUniform)
+        for (u32 lane = 0; lane < 32; ++lane)
+            if (c.value[lane] != value)
+                e.fatal("warp", where, format("hw::uniform of values that differ: %u in lane %u, %u in lane %u", value, t.lane, c.value[lane], lane));
     compute(c, w);
     Thread* lanes = &w.cta->threads[w.index * 32];
     if (op == WarpOp::kSync) hb_warp_sync(lanes, mask);

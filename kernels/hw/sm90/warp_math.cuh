@@ -63,8 +63,9 @@ MM_DEVICE f32 max_nan(f32 a, f32 b) {
 // max.f32: NaN counts as nothing. The magnitude of either operand costs no instruction.
 MM_DEVICE f32 max_f32(f32 a, f32 b) { return fmaxf(a, b); }
 MM_DEVICE f32 abs_f32(f32 v) { return fabsf(v); }
-// A value that is the same in all lanes, told to the compiler: address arithmetic moves to the uniform datapath.
-MM_DEVICE u32 uniform(u32 v) { return __shfl_sync(0xffffffffu, v, 0); }
+// A value that is the same in all lanes (the emulator checks it), told to the compiler: what is derived from it moves to the uniform
+// datapath, and a branch on it keeps the warp together. `redux` writes a uniform register; a shuffle does not.
+MM_DEVICE u32 uniform(u32 v) { return __reduce_or_sync(0xffffffffu, v); }
 
 MM_DEVICE f32 bits_to_f32(u32 v) { return __uint_as_float(v); }
 MM_DEVICE u32 f32_to_bits(f32 v) { return __float_as_uint(v); }
