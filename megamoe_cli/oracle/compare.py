@@ -30,6 +30,8 @@ LIMITS: dict[str, Limit] = {
                            "H200, 1.28e-2 the worst of 1,787 rows (pro); each phase alone stays within its own limit"),
     "e2e_rel_small": Limit(8e-2, "the same for I < 1024, where a few codes carry a row: one code of 256 is 6-12 % of a large "
                                  "activation; 4.4e-2 seen on an H200 (worst of 384 rows), 1.1e-2 with exact accumulators"),
+    "e2e_rel_medium": Limit(4e-2, "the same for I below 2048: a row that hangs on a few large activations; 2.8e-2 seen on an H200 at H 128, "
+                                  "I 1024, the very value that the emulator gives with sums cut at 13 bits (2e-3 with exact ones)"),
     "e2e_rank": Limit(1.2e-2, "all rows of a rank together, where single codes average out"),
     "e2e_rank_small": Limit(2e-2, "the same for I < 1024"),
     "e2e_element": Limit(8.0, "times the row limit, of the row's rms: errors of a row are spread like noise, so 8 "
@@ -50,8 +52,9 @@ class EndToEndLimits:
 
 
 def end_to_end_limits(intermediate: int) -> EndToEndLimits:
+    row = "e2e_rel_small" if intermediate < 1024 else "e2e_rel_medium" if intermediate < 2048 else "e2e_rel"
     suffix = "_small" if intermediate < 1024 else ""
-    return EndToEndLimits(*(LIMITS[name + suffix].value for name in ("e2e_rel", "e2e_rank", "e2e_cosine")))
+    return EndToEndLimits(*(LIMITS[name].value for name in (row, "e2e_rank" + suffix, "e2e_cosine" + suffix)))
 
 
 MAX_PER_METRIC = 8  # findings listed for one metric of one check; the rest is counted

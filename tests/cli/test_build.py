@@ -86,8 +86,8 @@ def test_explain(tmp_path):
     document = json.loads(result.stdout)
     assert document["schema"] == "megamoe.explain/1"
     assert [(w["warp"], w["warpgroup"], w["role"], w["registers"]) for w in document["warps"]][::3] == [
-        (0, 0, "dispatch", 56), (3, 0, "tma", 56), (6, 1, "math0", 208), (9, 2, "math1", 208)]
-    assert document["totals"]["planned"] == 60416 and document["totals"]["owned"] == 64512
+        (0, 0, "dispatch", 64), (3, 0, "tma", 64), (6, 1, "math0", 208), (9, 2, "math1", 208)]
+    assert document["totals"]["planned"] == 61440 and document["totals"]["owned"] == 64512
     tight = megamoe("build", "--explain", "--json", "--config", "block_m=64,regs_dispatch=48,regs_tma=48,regs_math=208", cache=tmp_path)
     assert json.loads(tight.stdout)["totals"]["planned"] == 59392
     wide = megamoe("build", "--explain", "--json", "--config", "frontend=standard,block_m=64,regs_dispatch=48,regs_tma=40,regs_math=208", cache=tmp_path)

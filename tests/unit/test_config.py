@@ -35,10 +35,10 @@ def test_defaults_and_derived_values():
 @pytest.mark.parametrize("text, plan, total", [
     ("", (56, 56, 224), 64512),
     ("regs_dispatch=40,regs_tma=40,regs_math=232", (40, 40, 232), 64512),
-    ("block_m=64", (56, 56, 208), 60416),
+    ("block_m=64", (64, 64, 208), 61440),
     ("block_m=64,cluster=2", (64, 64, 208), 61440),
     ("block_m=64,regs_dispatch=48,regs_tma=48,regs_math=208", (48, 48, 208), 59392),
-    ("frontend=standard,block_m=64", (56, 56, 192), 63488),
+    ("frontend=standard,block_m=64", (56, 64, 192), 64512),
     ("frontend=standard,block_m=64,regs_dispatch=48,regs_tma=40,regs_math=208", (48, 40, 208), 64512),
     ("frontend=standard,math_threads=128,block_m=64,policy=serial_n,regs_dispatch=48,regs_tma=40,regs_math=256", (48, 40, 256), 44032),
     ("frontend=standard,math_threads=128,block_m=64,policy=serial_n", (80, 56, 248), 49152),
