@@ -26,7 +26,9 @@ def planned_registers(config: KernelConfig) -> tuple[int, int, int]:
         return (80, 80 if config.frontend == "compact" else 56, 256 if pressed else 248)
     if config.frontend == "standard":
         return (56, 64, 192) if config.accumulators + MATH_OVERHEAD <= 192 else (48, 40, 208)
-    if config.accumulators + MATH_OVERHEAD > 208 or pressed:
+    if pressed:
+        return (72, 72, 216)
+    if config.accumulators + MATH_OVERHEAD > 208:
         return (56, 56, 224)
     # The TMA warps: with 56, either compiler spills up to six of the weight loader's registers at BLOCK_N 128 or in clusters.
     return (64, 64, 208)
