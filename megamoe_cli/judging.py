@@ -12,7 +12,7 @@ from . import phases
 from .case_plan import Plan
 from .oracle import gpu_reference
 from .oracle.casedata import CaseData, PhaseOutput
-from .oracle.compare import LIMITS, Finding, Report, bits, check_rows, end_to_end_limits
+from .oracle.compare import LIMITS, Finding, Report, bits, check_rows, code_share_limit, end_to_end_limits
 from .oracle.reference import end_to_end
 
 FINDINGS_KEPT = 10
@@ -22,6 +22,8 @@ CPU_RANKS = 4  # of a case judged on a GPU: one token on so many ranks is also r
 def judge(plan: Plan, outputs: Sequence[PhaseOutput], full: Sequence[bool]) -> tuple[list[Finding], dict[str, Any]]:
     """All findings, and the worst numbers. ``outputs[n]`` is of ``plan.datas[n]``; ``full[n]``: with buffer views."""
     metrics: dict[str, float] = {}
+    for n, data in enumerate(plan.datas):
+        data.rescaled = plan.configs[n % len(plan.configs)].promotion == "rescale"
     if plan.named is not None:
         findings = plan.named.judge(plan.datas, outputs, plan.phase, metrics)
     else:
@@ -122,7 +124,7 @@ def shown(metrics: dict[str, float], plan: Plan) -> dict[str, Any]:
     """Metrics with the tolerance each was held to; shares (of equal elements) are no errors and have none."""
     e2e = end_to_end_limits(plan.problem.shape.intermediate)
     limits = {
-        "l1_raw": LIMITS["l1_rel"].value, "l2_acts_sf": LIMITS["scale_rel"].value, "l2_acts_share": LIMITS["code_share"].value,
+        "l1_raw": LIMITS["l1_rel"].value, "l2_acts_sf": LIMITS["scale_rel"].value, "l2_acts_share": code_share_limit(plan.config.promotion == "rescale"),
         "l2_row": LIMITS["l2_rel"].value, "e2e": e2e.row, "e2e_cpu": e2e.row, "full_rel": e2e.row,
         "e2e_rank": e2e.rank, "full_rank": e2e.rank,
         **{name: 1 - e2e.cosine for name in ("e2e_cosine_loss", "full_cosine_loss", "e2e_cpu_cosine_loss")},

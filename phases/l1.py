@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from megamoe_cli.oracle.casedata import CaseData, PhaseOutput
-from megamoe_cli.oracle.compare import LIMITS, Finding, Report, check_activations, check_rows
+from megamoe_cli.oracle.compare import LIMITS, Finding, Report, check_activations, check_rows, code_share_limit
 from megamoe_cli.oracle.pool import PoolPlan, Row, Segment, read_rows, sampled_segments
 from megamoe_cli.oracle.reference import may_overflow, requantize, rows_of, scaled_gemm, swiglu
 
@@ -31,9 +31,9 @@ def check(case: CaseData, got: PhaseOutput, metrics: dict[str, float] | None = N
                 differing, compared = differing + d, compared + n
         share = differing / compared if compared else 0.0
         report.worst("l2_acts_share", share)
-        if share > LIMITS["code_share"].value:
-            report.add("l2_acts_share", f"share of e4m3 codes of this rank's l2_acts that differ, limit "
-                       f"{LIMITS['code_share'].value:.0%}", rank=rank, got=round(share, 4), expected=0)  # fmt: skip
+        limit = code_share_limit(case.rescaled)
+        if share > limit:
+            report.add("l2_acts_share", f"share of e4m3 codes of this rank's l2_acts that differ, limit {limit:.0%}", rank=rank, got=round(share, 4), expected=0)  # fmt: skip
     return report.findings()
 
 

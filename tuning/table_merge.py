@@ -26,19 +26,20 @@ def pick_at(table: Table, value: float) -> Choice:
 
 
 def slowdowns(table: Table, choice: Choice, low: float, high: float) -> dict[int, float]:
-    """Tokens -> how much slower ``choice`` was than the best configuration measured there, for sizes in [low, high). By the
-    paired ratios to the machine's incumbent: times of different moments are not compared."""
+    """Tokens -> how much slower ``choice`` was than the best configuration measured there (with the routing where it was most), for
+    sizes in [low, high). By the paired ratios to the machine's incumbent: times of different moments are not compared."""
     ranks, topk, experts = _scale(table)
     names = [name for name, own in table.configs.items() if own == choice]
-    by_size: dict[int, list[Evidence]] = {}
+    by_size: dict[tuple[int, str], list[Evidence]] = {}
     for row in table.evidence:
         if row.vs_incumbent is not None and low <= table.axis_value(row.tokens, ranks, topk, experts) < high:
-            by_size.setdefault(row.tokens, []).append(row)
-    out = {}
-    for tokens, rows in by_size.items():
+            by_size.setdefault((row.tokens, row.routing), []).append(row)
+    out: dict[int, float] = {}
+    for (tokens, _), rows in by_size.items():
         mine = [row.vs_incumbent for row in rows if row.config in names]
         if mine:
-            out[tokens] = min(mine) / min(row.vs_incumbent for row in rows) - 1  # type: ignore[operator]
+            slowdown = min(mine) / min(row.vs_incumbent for row in rows) - 1  # type: ignore[operator]
+            out[tokens] = max(slowdown, out.get(tokens, slowdown))
     return out
 
 
@@ -162,6 +163,9 @@ def _worst(found: Sequence[Any]) -> dict[str, Any] | None:
 # -- what differs ----------------------------------------------------------------------------------
 
 
+CROSSOVER = 0.05
+
+
 @dataclass(frozen=True)
 class Difference:
     """[low, high): what each table picks. ``verdict``: ``same`` when the evidence has the two within what the runs call
@@ -189,7 +193,8 @@ def equally_good(a: Table, b: Table) -> float:
 
 
 def diff(a: Table, b: Table) -> list[Difference]:
-    """Where two tables of one axis pick differently. Stretches that hold no token count are none."""
+    """Where two tables of one axis pick differently. Stretches that hold no token count are none. Where two picks cross each run
+    may be off by what it lets pass, on different sides: in a stretch of less than ``CROSSOVER`` of its load, they may be twice as far apart."""
     tolerance = equally_good(a, b)
     if a.axis != b.axis:
         raise UsageError(f"{a.path} is by {a.axis}, {b.path} by {b.axis}; their ranges cannot be compared", rule="diff-axis")
@@ -203,7 +208,8 @@ def diff(a: Table, b: Table) -> list[Difference]:
             low = last.low
             found.pop()
         cost = _cost(a, b, first, second, low, high)
-        verdict = "unknown" if cost is None else "same" if cost <= tolerance else "differs"
+        allowed = tolerance * (2 if high <= low * (1 + CROSSOVER) else 1)
+        verdict = "unknown" if cost is None else "same" if cost <= allowed else "differs"
         found.append(Difference(low, high, first, second, verdict, cost))
     return found
 
@@ -228,21 +234,21 @@ def _cost(a: Table, b: Table, first: Choice, second: Choice, low: float, high: f
 
 
 def _cost_at(a: Table, b: Table, first: Choice, second: Choice, low: float, high: float) -> float | None:
-    ratios: dict[int, list[float]] = {}
+    ratios: dict[tuple[int, str], list[float]] = {}
     for table in (a, b):
         one, two = (_times(table, choice, low, high, "vs_incumbent") for choice in (first, second))
-        for tokens in one.keys() & two.keys():
-            ratios.setdefault(tokens, []).append(one[tokens] / two[tokens])
+        for size in one.keys() & two.keys():
+            ratios.setdefault(size, []).append(one[size] / two[size])
     if not ratios:
         mine, theirs = _times(a, first, low, high, "vs_default"), _times(b, second, low, high, "vs_default")
-        ratios = {tokens: [mine[tokens] / theirs[tokens]] for tokens in mine.keys() & theirs.keys()}
+        ratios = {size: [mine[size] / theirs[size]] for size in mine.keys() & theirs.keys()}
     return max((max(value, 1 / value) - 1 for found in ratios.values() for value in found), default=None)
 
 
-def _times(table: Table, choice: Choice, low: float, high: float, over: str) -> dict[int, float]:
-    """Tokens -> the row's ratio (``vs_incumbent`` or ``vs_default``), for sizes in [low, high) where it was measured."""
+def _times(table: Table, choice: Choice, low: float, high: float, over: str) -> dict[tuple[int, str], float]:
+    """(tokens, routing) -> the row's ratio (``vs_incumbent`` or ``vs_default``), for sizes in [low, high) where it was measured."""
     names = [name for name, own in table.configs.items() if own == choice]
-    return {row.tokens: getattr(row, over) for name in names for row in _rows_in(table, name, low, high) if getattr(row, over) is not None}
+    return {(row.tokens, row.routing): getattr(row, over) for name in names for row in _rows_in(table, name, low, high) if getattr(row, over) is not None}
 
 
 def model_error(a: Table, b: Table) -> dict[str, Any] | None:
@@ -251,10 +257,10 @@ def model_error(a: Table, b: Table) -> dict[str, Any] | None:
     static, measured = (a, b) if a.source == "static" else (b, a)
     if (static.source, measured.source) != ("static", "measured"):
         return None
-    known = {(_same_kernel(measured.configs[row.config]), row.tokens): row.median_us for row in measured.evidence if row.config in measured.configs}
+    known = {(_same_kernel(measured.configs[row.config]), row.tokens, row.routing): row.median_us for row in measured.evidence if row.config in measured.configs}
     ratios = []
     for row in static.evidence:
-        key = (_same_kernel(static.configs[row.config]), row.tokens)
+        key = (_same_kernel(static.configs[row.config]), row.tokens, row.routing)
         if row.model_us and known.get(key):
             ratios.append(row.model_us / known[key] - 1)  # type: ignore[operator]
     if not ratios:

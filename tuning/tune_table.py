@@ -28,7 +28,7 @@ def file_name(query: Query) -> str:
     return f"{gpu}-{m.sms}sm-h{s.hidden}-i{s.intermediate}-e{s.experts}-k{s.topk}-r{query.ranks}-{query.values()['backend']}.yaml"
 
 
-def ranges_of(fitted: Fit, plan: Plan, names: Mapping[Choice, str], evidence: Mapping[Choice, Mapping[int, str]], default: str) -> list[Range]:
+def ranges_of(fitted: Fit, plan: Plan, names: Mapping[Choice, str], evidence: Mapping[Choice, Mapping[int, Sequence[str]]], default: str) -> list[Range]:
     """Half-open, from 0 to infinity. What lies outside the measured sizes is the default's, without evidence."""
     out: list[Range] = []
     smallest = min((p.tokens for s in fitted.segments for p in s.points), default=0)
@@ -38,7 +38,7 @@ def ranges_of(fitted: Fit, plan: Plan, names: Mapping[Choice, str], evidence: Ma
             start = _axis(plan, smallest - 0.5)
             out.append(Range(0.0, start, default, (), note="below what was measured"))
         rows = evidence.get(segment.choice, {})
-        ids = [rows[p.tokens] for p in segment.points if p.tokens in rows]
+        ids = [row for p in segment.points for row in rows.get(p.tokens, ())]
         out.append(Range(start, end, names[segment.choice], tuple(dict.fromkeys(ids))))
     out.append(Range(out[-1].end if out else 0.0, math.inf, default, (), note="above what was measured" if out else "nothing was measured"))
     return out
@@ -71,19 +71,19 @@ def measured_table(plan: Plan, out: Outcome, machines: Sequence[Mapping[str, Any
     """``machines``: facts of the GPUs that measured. ``source``: commit and dirty of the sources."""
     names = names_of(out.fitted, plan.default, measured_everywhere(plan, out))
     rows: list[Evidence] = []
-    ids: dict[Choice, dict[int, str]] = {}
+    ids: dict[Choice, dict[int, list[str]]] = {}   # a size may have rows of two routings
     for tokens in sorted(out.noise):
         for choice, name in names.items():
             row = _row(plan, out, tokens, choice, name, f"e{len(rows) + 1}")
             if row is not None:
                 rows.append(row)
-                ids.setdefault(choice, {})[tokens] = row.id
+                ids.setdefault(choice, {}).setdefault(tokens, []).append(row.id)
     for held in out.promoted:
         for choice, pairs in held.pairs.items():
             if choice in names and pairs:
                 row = _held_row(held, plan, choice, names[choice], f"e{len(rows) + 1}")
                 rows.append(row)
-                ids.setdefault(choice, {})[held.tokens] = row.id
+                ids.setdefault(choice, {}).setdefault(held.tokens, []).append(row.id)
     held_out = out.held_out
     validation: dict[str, Any] | None = None
     if held_out is not None and held_out.points:
@@ -150,11 +150,11 @@ def static_table(plan: Plan, fitted: Fit, model: Mapping[tuple[int, Choice], flo
     """The model's ranking. Every number of it is a model's, and it answers only when it is named."""
     names = names_of(fitted, plan.default)
     rows: list[Evidence] = []
-    ids: dict[Choice, dict[int, str]] = {}
+    ids: dict[Choice, dict[int, list[str]]] = {}
     for tokens in plan.sizes:
         for choice, name in names.items():
             rows.append(Evidence(f"e{len(rows) + 1}", name, tokens, plan.routing, model_us=_rounded(model[tokens, choice]), stage="model"))
-            ids.setdefault(choice, {})[tokens] = rows[-1].id
+            ids.setdefault(choice, {})[tokens] = [rows[-1].id]
     provenance = {
         "source": "static", "run": plan.run, "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         **{key: source[key] for key in ("commit", "dirty") if key in source}, "space": plan.space, "tolerance": plan.settings.tolerance,

@@ -62,6 +62,7 @@ class CaseData:
     ``sample_rows``: None compares every row; n limits the float64 recomputation to about n rows per rank (first and
     last rows of first and last experts always included), for full-size layers on a CPU. Bit-exact checks (dispatch,
     combine) always cover everything.
+    ``rescaled``: the L1 sums were kept in place and rescaled (``promotion=rescale``), so more codes may differ.
     """
 
     problem: Problem
@@ -73,6 +74,7 @@ class CaseData:
     seed: int = 0
     launches: int = 1
     sample_rows: int | None = None
+    rescaled: bool = False
 
     def validate(self) -> None:
         """Raises UsageError for the first broken rule: sizes, dtypes, shapes, strides, ids."""

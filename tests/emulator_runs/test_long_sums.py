@@ -34,3 +34,13 @@ def test_a_row_that_hangs_on_few_activations() -> None:
     (result,) = run([case])
     assert result.passed, describe(result)
     assert LIMITS["e2e_rel"].value < result.metrics["e2e"]["value"] <= LIMITS["e2e_rel_medium"].value, describe(result)
+
+
+def test_codes_of_rescaled_sums() -> None:
+    """More of them round the other way than with classic promotion, within a limit of their own."""
+    (case,) = plan("emulator", ranks=2, phase="combine", shape="4224x256x2x1", tokens_per_rank="7,5", repeat=3, options={"fp8_sum_bits": 13},
+                   config=["block_m=16", "math_threads=128", "policy=wide_n", "promotion=rescale", "stages=2"])  # fmt: skip
+    (result,) = run([case])
+    assert result.passed, describe(result)
+    share = result.metrics["l2_acts_share"]
+    assert LIMITS["code_share"].value < share["value"] <= share["limit"] == LIMITS["code_share_rescaled"].value

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megamoe_cli.errors import UsageError
 from megamoe_cli.tuning.schema import Evidence
 from megamoe_cli.tuning.table_check import check_table, errors_of
-from megamoe_cli.tuning.table_merge import diff, merge, model_error
+from megamoe_cli.tuning.table_merge import diff, merge, model_error, slowdowns
 from megamoe_cli.tuning.table_reader import decode
 from megamoe_cli.tuning.table_writer import to_header, to_json, to_yaml, write
 from tests.tuning.tables_at_hand import BIG, MIDDLE, QUERY, SHAPE, SMALL, measured, saved
@@ -118,6 +118,27 @@ def test_diff_says_same_where_the_evidence_does() -> None:
     far = diff(one(100), one(300, mh=0.9, sh=1.0))
     assert [d.verdict for d in far] == ["differs"] and far[0].cost > 0.1
     assert diff(one(), one()) == []
+
+
+def test_a_crossover_a_few_tokens_apart_is_the_same() -> None:
+    """Each run may be off by what it lets pass, on its own side; a stretch that is wide must be proven equal."""
+    near = {"mh": 0.93, "sh": 0.9}   # 3.3 % apart, more than the 2 % of two picks anywhere else
+    assert [d.verdict for d in diff(one(254, **near), one(258, **near))] == ["same"]
+    assert [d.verdict for d in diff(one(254, **near), one(300, **near))] == ["differs"]
+    assert [d.verdict for d in diff(one(254), one(258))] == ["differs"], "11 % apart is no crossover"
+
+
+def test_each_routing_of_a_size_counts() -> None:
+    """Rows of one size with two routings: neither hides the other, whichever comes last."""
+    def with_powerlaw(table, ratio: float):
+        rows = [replace(row, id=f"{row.id}p", routing="powerlaw", vs_incumbent=ratio if row.config == "middle" else 0.9)
+                for row in table.evidence if row.tokens == 256]
+        return [replace(table, evidence=found) for found in ((*table.evidence, *rows), (*rows, *table.evidence))]
+
+    for a in with_powerlaw(one(100, mh=0.9), 1.0):
+        (found,) = diff(a, one(300, mh=0.9))
+        assert found.verdict == "differs" and found.cost == pytest.approx(1.0 / 0.9 - 1)
+        assert slowdowns(a, MIDDLE, 0, 1e9)[256] == pytest.approx(1.0 / 0.9 - 1)
 
 
 def test_the_diff_command(megamoe, tmp_path) -> None:
