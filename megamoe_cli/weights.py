@@ -18,6 +18,7 @@ from .shapes import SCALE_BLOCK, check_dtype, check_tensor
 
 INTERLEAVE_ROWS = 8
 TILE_ROWS = 256
+_COPY_BYTES = 256 * 2**20
 
 
 class LayerWeights(NamedTuple):
@@ -53,15 +54,20 @@ def tile_weights(weight: torch.Tensor) -> torch.Tensor:
     """
     experts, rows, columns = weight.shape
     tiles, blocks = -(-rows // TILE_ROWS), columns // SCALE_BLOCK
-    out = torch.zeros(experts, tiles, blocks, TILE_ROWS, SCALE_BLOCK, dtype=torch.uint8, device=weight.device)
-    pieces = out.view(experts, tiles, blocks, TILE_ROWS // 8, 8, 8, 16)
-    for expert in range(experts):  # one at a time: the copies between stay small
-        padded = weight[expert].view(torch.uint8)
+    out = torch.empty(experts, tiles, blocks, TILE_ROWS, SCALE_BLOCK, dtype=torch.uint8, device=weight.device)
+    # A piece is two 64-bit words. All of it happens on the device, in few steps however many experts there are.
+    words = out.view(torch.int64).view(experts, tiles, blocks, TILE_ROWS // 8, 8, 8, 2)
+    place = torch.arange(8, device=weight.device)
+    swizzle = (place[:, None] ^ place[None, :]).view(8, 8, 1)   # [row % 8, piece]
+    at_once = max(1, _COPY_BYTES // (tiles * TILE_ROWS * columns))   # the copies between stay small
+    for first in range(0, experts, at_once):
+        part = weight[first : first + at_once].view(torch.uint8)
         if rows % TILE_ROWS:
-            padded = torch.cat([padded, padded.new_zeros(tiles * TILE_ROWS - rows, columns)])
-        source = padded.view(tiles, TILE_ROWS // 8, 8, blocks, 8, 16).permute(0, 3, 1, 2, 4, 5)
-        for row in range(8):
-            pieces[expert, :, :, :, row] = source[:, :, :, row, [piece ^ row for piece in range(8)]]
+            part = torch.cat([part, part.new_zeros(len(part), tiles * TILE_ROWS - rows, columns)], 1)
+        if part.storage_offset() % 8:   # words do not begin at any byte
+            part = part.clone()
+        source = part.contiguous().view(torch.int64).view(-1, tiles, TILE_ROWS // 8, 8, blocks, 8, 2).permute(0, 1, 4, 2, 3, 5, 6)
+        words[first : first + at_once] = source.gather(5, swizzle.expand(source.shape))
     return out.view(weight.dtype)
 
 

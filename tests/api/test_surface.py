@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.profiler import profile
 
 from megamoe_cli import api
 from megamoe_cli.api import (
@@ -122,6 +123,19 @@ def test_a_tile_is_what_the_tensor_core_reads() -> None:
     for expert, n, k, row, piece in ((0, 0, 0, 0, 0), (1, 1, 2, 5, 3), (0, 1, 1, 255, 7), (1, 0, 2, 130, 6)):
         got = tiled[expert, n, k, row, 16 * (piece ^ row % 8) :][:16]
         assert torch.equal(got, plain[expert, 256 * n + row, 128 * k + 16 * piece :][:16])
+
+
+@pytest.mark.parametrize(("experts", "rows", "columns"), [(1, 256, 128), (7, 384, 256), (129, 128, 128)])
+def test_weights_are_cut_in_few_steps(experts: int, rows: int, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many experts there are, in one copy or several, and wherever the bytes begin."""
+    w = codes(experts, rows, columns, seed=5).view(torch.uint8)
+    apart = torch.empty(w.numel() + 3, dtype=torch.uint8)[3:].view(w.shape).copy_(w)
+    with profile() as steps:
+        tiled = tile_weights(w)
+    assert sum(event.count for event in steps.key_averages()) < 60
+    assert torch.equal(untile_weights(tiled, rows), w) and torch.equal(tile_weights(apart), tiled)
+    monkeypatch.setattr("megamoe_cli.weights._COPY_BYTES", 2 * 512 * columns)
+    assert torch.equal(tile_weights(w), tiled)
 
 
 def _changed(part: int, which: int, change) -> tuple:
