@@ -12,7 +12,7 @@ from typing import Iterator, Mapping, Sequence
 from . import errors
 from .processes import Tree
 
-STDERR_LINES = 12  # of a dead worker, shown with its case
+STDERR_LINES = 40  # of a dead worker, kept with its case: a dump of stacks and what was said before it
 KEPT_LOGS = 40
 
 

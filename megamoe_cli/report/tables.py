@@ -164,6 +164,16 @@ def _exact(value: Any) -> str:
     return f"{value:.9g}" if isinstance(value, float) else str(value)
 
 
+_DUMP = "(most recent call first)"
+
+
+def telling(stderr: Sequence[str], count: int = 6) -> list[str]:
+    """The lines that say most: the last ones; of a dump of Python stacks the innermost frames of its last thread, which come first."""
+    dumps = [at for at, line in enumerate(stderr) if _DUMP in line]
+    return list(stderr[dumps[-1] : dumps[-1] + count] if dumps else stderr[-count:])
+
+
+
 def describe_failure(case: Case, result: CaseResult) -> list[str]:
     """Lines: what, where each finding is, the fault record, the last words on stderr, how to run it again."""
     head = f"{result.status.upper()} {case.id} on {result.where or case.backend}"
@@ -176,7 +186,7 @@ def describe_failure(case: Case, result: CaseResult) -> list[str]:
     if result.fault:
         lines.append(f"  fault: {result.fault.get('text') or result.fault}")
     if result.status in ("error", "crash", "hang"):
-        lines += [f"  | {line}" for line in result.stderr[-6:]]
+        lines += [f"  | {line}" for line in telling(result.stderr)]
     lines.append(f"  reproduce: {case.repro()}")
     if result.smallest:
         lines.append(f"  smallest: {result.smallest}")

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from megamoe_cli.protocol import CaseResult
 from megamoe_cli.report.tables import (
-    describe_failure, finding_line, phase_rows, registers, render_table, summary, table_rows, worst_metric,
+    describe_failure, finding_line, phase_rows, registers, render_table, summary, table_rows, telling, worst_metric,
 )
 from megamoe_cli.testplan import Request, expand
 
@@ -57,6 +57,15 @@ def test_failure_text() -> None:
     hung = CaseResult(case.id, "hang", stderr=["last words"], fault={"text": "rank 3 waited for peer 1"}, exit_code=124)
     text = "\n".join(describe_failure(case, hung))
     assert "last words" in text and "rank 3 waited for peer 1" in text
+
+
+def test_a_hang_shows_where_it_is() -> None:
+    """A dump of stacks begins with the innermost frame, of the main thread last: that is what is shown, not its end."""
+    dump = ["said before", "Thread 0x1 (most recent call first):", *(f'  File "pool.py", line {n} in wait' for n in range(4)),
+            "Current thread 0x2 (most recent call first):", *(f'  File "main.py", line {n} in f{n}' for n in range(9))]
+    shown = telling(dump)
+    assert shown[0].startswith("Current thread") and shown[1].endswith("line 0 in f0") and len(shown) == 6
+    assert telling(["a", "b"]) == ["a", "b"] and telling([str(n) for n in range(9)]) == list("345678")
 
 
 @pytest.fixture
