@@ -18,7 +18,7 @@ def planned_registers(config: KernelConfig) -> tuple[int, int, int]:
     """The plan table: registers per thread of (dispatch, TMA, math) for a frontend and a tile.
 
     Found by compiling: counts without a spill in any role (docs/measured.md). Sums: compact 61,440, and 64,512 where the tile
-    holds 192 accumulators; standard 64,512.
+    holds 192 accumulators or rescaling presses; standard 64,512.
     """
     # Rescaling two row units at BLOCK_N 128: NVRTC 13.0 needs more for the L1 epilogue than 13.5.
     pressed = config.promotion == "rescale" and (config.block_m, config.block_n, config.m_splits) == (128, 128, 1)
@@ -30,7 +30,8 @@ def planned_registers(config: KernelConfig) -> tuple[int, int, int]:
         return (72, 72, 216)
     if config.accumulators + MATH_OVERHEAD > 208:
         return (56, 56, 224)
-    # The TMA warps: with 56, either compiler spills up to six of the weight loader's registers at BLOCK_N 128 or in clusters.
+    # The TMA warps: with 56, NVRTC 13.0 or 13.5 spills two to six of the weight loader's registers in some kernels of BLOCK_N 128, and of 64 rows
+    # or fewer in clusters.
     return (64, 64, 208)
 
 
@@ -38,4 +39,4 @@ def compiler_spills(c: KernelConfig) -> Iterator[tuple[str, str]]:
     """What the arithmetic allows and a compiler in use spills with every plan there is (docs/measured.md)."""
     if (c.promotion, c.block_m, c.block_n, c.m_splits, c.math_warpgroups, c.frontend, c.cluster) == ("rescale", 128, 128, 1, 2, "standard", 2):
         yield "compiler-spill", ("NVRTC 13.0 spills in the L1 epilogue of rescale at 128x128 cut along N, in clusters of two with the standard "
-                                 "frontend: it needs 224 math registers, and 512 threads own at most 208; use frontend=compact or split=m")
+                                 "frontend: it needs more than 208 math registers, and 512 threads own no more; use frontend=compact or split=m")

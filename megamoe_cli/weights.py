@@ -64,7 +64,7 @@ def tile_weights(weight: torch.Tensor) -> torch.Tensor:
         part = weight[first : first + at_once].view(torch.uint8)
         if rows % TILE_ROWS:
             part = torch.cat([part, part.new_zeros(len(part), tiles * TILE_ROWS - rows, columns)], 1)
-        if part.storage_offset() % 8:   # words do not begin at any byte
+        if part.storage_offset() % 8 or part.data_ptr() % 8:   # words do not begin at any byte
             part = part.clone()
         source = part.contiguous().view(torch.int64).view(-1, tiles, TILE_ROWS // 8, 8, blocks, 8, 2).permute(0, 1, 4, 2, 3, 5, 6)
         words[first : first + at_once] = source.gather(5, swizzle.expand(source.shape))

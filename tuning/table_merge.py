@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megamoe_cli.config import LAUNCH_FIELDS, KernelConfig
 from megamoe_cli.errors import UsageError
 from megamoe_cli.tuning.schema import Choice, Evidence, Range, Table
 
@@ -194,7 +195,7 @@ def equally_good(a: Table, b: Table) -> float:
 
 def diff(a: Table, b: Table) -> list[Difference]:
     """Where two tables of one axis pick differently. Stretches that hold no token count are none. Where two picks cross each run
-    may be off by what it lets pass, on different sides: in a stretch of less than ``CROSSOVER`` of its load, they may be twice as far apart."""
+    may be off by what it lets pass, on different sides: there they may be twice as far apart."""
     tolerance = equally_good(a, b)
     if a.axis != b.axis:
         raise UsageError(f"{a.path} is by {a.axis}, {b.path} by {b.axis}; their ranges cannot be compared", rule="diff-axis")
@@ -208,10 +209,19 @@ def diff(a: Table, b: Table) -> list[Difference]:
             low = last.low
             found.pop()
         cost = _cost(a, b, first, second, low, high)
-        allowed = tolerance * (2 if high <= low * (1 + CROSSOVER) else 1)
+        allowed = tolerance * (2 if _one_crossover(a, b, low, high) else 1)
         verdict = "unknown" if cost is None else "same" if cost <= allowed else "differs"
         found.append(Difference(low, high, first, second, verdict, cost))
     return found
+
+
+def _one_crossover(a: Table, b: Table, low: float, high: float) -> bool:
+    """Is [low, high) what lies between two tables' boundaries of the same two kernels, and less than ``CROSSOVER`` of its load?"""
+    if not 0 < low < high <= low * (1 + CROSSOVER):
+        return False
+    below = math.nextafter(low, 0.0)
+    kernels = [[_kernel_alone(pick_at(table, at)) for at in (below, low, high)] for table in (a, b)]
+    return any(mine[1] == theirs[0] and theirs[1] == mine[2] for mine, theirs in (kernels, kernels[::-1]))
 
 
 def _holds_a_count(a: Table, b: Table, low: float, high: float) -> bool:
@@ -272,3 +282,8 @@ def model_error(a: Table, b: Table) -> dict[str, Any] | None:
 def _same_kernel(choice: Choice) -> Choice:
     """Without what a plan table fills in, so that a resolved configuration equals the one it came from."""
     return replace(choice, config=replace(choice.config, stages=0, regs_dispatch=0, regs_tma=0, regs_math=0))
+
+
+def _kernel_alone(choice: Choice) -> KernelConfig:
+    """Without what a launch is told."""
+    return replace(_same_kernel(choice).config, **{name: getattr(KernelConfig(), name) for name in LAUNCH_FIELDS})

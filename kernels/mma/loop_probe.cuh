@@ -41,7 +41,7 @@ struct LoopProbe {
         for (u32 at = thread * 16; at < Plan::kSfa; at += (kFrontend + kMath) * 16)
             hw::sts_vec4(smem + at, hw::ld_vec4(source() + (at < Plan::kB ? at % Plan::kABytes : Plan::kABytes + (at - Plan::kB) % Plan::kBBytes)));
         for (u32 at = thread * 4; at < C::kStages * Plan::kSfaBytes; at += (kFrontend + kMath) * 4)
-            hw::sts_f32(reinterpret_cast<f32*>(smem + Plan::kSfa + at), 1.0f);
+            hw::sts_f32(reinterpret_cast<f32*>(smem + Plan::kSfa + at), at / 4 % 2 == 0 ? 1.0f : 0.5f);   // rows in turn
         if (thread == 0)
             for (u32 s = 0; s < C::kStages; ++s) {
                 hw::mbarrier_init(full(s), 1);

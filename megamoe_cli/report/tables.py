@@ -168,10 +168,15 @@ _DUMP = "(most recent call first)"
 
 
 def telling(stderr: Sequence[str], count: int = 6) -> list[str]:
-    """The lines that say most: the last ones; of a dump of Python stacks the innermost frames of its last thread, which come first."""
+    """The lines that say most: the last ones; where Python dumped its stacks, what was said before (why), the innermost frames of the
+    thread it happened in, which come first, and what was said after."""
     dumps = [at for at, line in enumerate(stderr) if _DUMP in line]
-    return list(stderr[dumps[-1] : dumps[-1] + count] if dumps else stderr[-count:])
-
+    if not dumps:
+        return list(stderr[-count:])
+    at = next((at for at in dumps if stderr[at].startswith("Current thread")), dumps[-1])
+    frames = [line for line in stderr[at : at + count] if line == stderr[at] or line.lstrip().startswith("File ")]
+    after = [line for line in stderr[dumps[-1] + 1 :] if not line.lstrip().startswith(("File ", "..."))]
+    return [*stderr[max(0, dumps[0] - 2) : dumps[0]], *frames, *after[-2:]]
 
 
 def describe_failure(case: Case, result: CaseResult) -> list[str]:

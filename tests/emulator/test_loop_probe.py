@@ -38,8 +38,16 @@ def test_the_sums_are_those_of_the_operands(part: str, text: str) -> None:
     rows = max(config.block_m, 64)
     for cta in range(grid):
         used = [k % 2 if part.endswith("copies") else 0 for k in range(blocks)]
-        total = sum(float(logical(source[cta, s, :rows]).sum(0) @ logical(source[cta, s, rows:]).sum(0)) for s in used)
-        assert abs(sink[cta].astype(np.float64).sum() - total) <= 1e-4 * np.abs(sink[cta]).astype(np.float64).sum()
+        products = [logical(source[cta, s, :rows]) @ logical(source[cta, s, rows:]).sum(0) for s in used]   # of each row, over all columns
+        scale = np.where(np.arange(rows) % 2 == 0, 1.0, 0.5)
+        sums = np.zeros(rows)
+        for product in products:   # multiplied: what is there, by the row's scale, before each K-block; promoted: the K-block itself
+            in_place, scaled = part.startswith("in-place"), part not in ("products", "in-place")
+            sums = (sums * scale if in_place and scaled else sums) + (product * scale if scaled and not in_place else product)
+        assert abs(sink[cta].astype(np.float64).sum() - sums.sum()) <= 1e-4 * np.abs(sink[cta]).astype(np.float64).sum()
+        by_row = sink[cta].reshape(groups, 4, 8, 4).astype(np.float64).sum(3)   # a thread's rows: `row` and `row + 8`, of one parity
+        odd = np.arange(8) % 2 == 1
+        assert abs(by_row[:, :, odd].sum() - sums[1::2].sum()) <= 1e-4 * np.abs(by_row).sum()
     assert (cycles > 0).all()
 
 

@@ -126,6 +126,9 @@ def test_a_crossover_a_few_tokens_apart_is_the_same() -> None:
     assert [d.verdict for d in diff(one(254, **near), one(258, **near))] == ["same"]
     assert [d.verdict for d in diff(one(254, **near), one(300, **near))] == ["differs"]
     assert [d.verdict for d in diff(one(254), one(258))] == ["differs"], "11 % apart is no crossover"
+    ratios = {t: {MIDDLE: 0.93, SMALL: 0.9} for t in SIZES}
+    island, whole = (measured([*cuts, (1024.5, MIDDLE)], ratios) for cuts in ([(254.5, MIDDLE), (258.5, SMALL)], []))
+    assert [d.verdict for d in diff(island, whole)] == ["differs"], "nor is an island"
 
 
 def test_each_routing_of_a_size_counts() -> None:

@@ -44,7 +44,7 @@ def test_defaults_and_derived_values():
     ("frontend=standard,math_threads=128,block_m=64,policy=serial_n", (80, 56, 248), 49152),
     ("math_threads=128,block_m=64,policy=serial_n", (80, 80, 248), 41984),
     ("math_threads=128,block_n=128,promotion=rescale", (80, 80, 256), 43008),
-    ("block_n=128,promotion=rescale,split=n", (56, 56, 224), 64512),
+    ("block_n=128,promotion=rescale,split=n", (72, 72, 216), 64512),
 ])
 def test_register_plans(text, plan, total):
     config = KernelConfig.parse(text)

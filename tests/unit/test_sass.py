@@ -110,3 +110,16 @@ def test_a_spill_names_its_role() -> None:
         assert outcome.error is not None and ("role: tma" in str(outcome.error) or "role: dispatch" in str(outcome.error))
     else:
         assert outcome.error is None
+
+
+@needs_disassembler
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("text", ["", "split=m", "cluster=2"])
+def test_the_main_loop_is_on_the_uniform_datapath(text: str) -> None:
+    """Descriptors are made in uniform registers. Where the compiler cannot prove that a warp stays together it makes them in vector
+    registers and moves each word over (32 of them between the products, 8 % of the kernel's time)."""
+    (outcome,) = build_many([BuildRequest("combine", KernelConfig.parse(text), shape=NAMED_SHAPES["flash"])])
+    names = [i.name for i in sass.instructions(sass.disassemble(outcome.result().path))]
+    products = [at for at, name in enumerate(names) if name.startswith("QGMMA")]
+    assert len(products) == 8, "one loop with two units of four products"
+    assert sum(name.startswith("R2UR") for name in names[products[0] - 40 : products[-1]]) <= 3

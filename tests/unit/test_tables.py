@@ -64,7 +64,9 @@ def test_a_hang_shows_where_it_is() -> None:
     dump = ["said before", "Thread 0x1 (most recent call first):", *(f'  File "pool.py", line {n} in wait' for n in range(4)),
             "Current thread 0x2 (most recent call first):", *(f'  File "main.py", line {n} in f{n}' for n in range(9))]
     shown = telling(dump)
-    assert shown[0].startswith("Current thread") and shown[1].endswith("line 0 in f0") and len(shown) == 6
+    assert shown == ["said before", *dump[6:12]], shown
+    crash = ["terminate called", "  what(): out of memory", "Fatal Python error: Aborted", *dump[6:], "Extension modules: numpy"]
+    assert telling(crash) == [*crash[1:3], *dump[6:12], "Extension modules: numpy"]
     assert telling(["a", "b"]) == ["a", "b"] and telling([str(n) for n in range(9)]) == list("345678")
 
 
