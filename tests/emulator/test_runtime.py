@@ -174,7 +174,7 @@ def test_every_machine_operation_has_its_emulation() -> None:
 def test_portable_fiber_switch(tmp_path: Path) -> None:
     """The ucontext fallback, in a process of its own; also the one place where warnings of the runtime are errors."""
     library = tmp_path / "runtime.so"
-    command = ["g++", "-std=c++17", "-O1", "-fPIC", "-shared", "-pthread", "-Wall", "-Wextra", "-Werror", "-DMEGAMOE_EMU_UCONTEXT", "-Wl,-soname,libmegamoe_emu.so",
+    command = ["g++", "-std=c++17", "-O0", "-fPIC", "-shared", "-pthread", "-Wall", "-Wextra", "-Werror", "-DMEGAMOE_EMU_UCONTEXT", "-Wl,-soname,libmegamoe_emu.so",
                *map(str, sorted(EMU.glob("*.cpp"))), "-ldl", "-o", str(library)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stderr

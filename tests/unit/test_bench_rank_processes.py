@@ -75,6 +75,7 @@ def test_an_interrupt_leaves_no_process(go) -> None:
         go((), ours="hang:1", say=interrupt)
 
 
+@LONG
 def test_the_peers_wrong_output_costs_its_column_alone(go) -> None:
     (row,), group = go(["peer"], peer="wrong:1")
     (failed,) = group.failed
