@@ -113,7 +113,7 @@ def _query(shape_text: str, ranks_text: str, rank_of: int | None, backend: str, 
     machine = running_machine(backend, ranks) if sms is None else None
     if machine is None:
         if sms is None:
-            raise UsageError("no SM90 GPU is here to look up for; name one with --sms (H200 and H100 SXM: 132) and --backend", rule="sms")
+            raise UsageError("no SM90 GPU is here to look up for; name one with --sms 132 (H200 and H100 SXM)", rule="sms")
         machine = Machine(sms, "virtual" if backend in ("auto", "emulator") else backend)
     return Query(shape, ranks, machine)
 
