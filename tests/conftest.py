@@ -44,6 +44,8 @@ def gpu_reason() -> str | None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
+        if item.get_closest_marker("long") and os.environ.get("MEGAMOE_LONG_TESTS") != "1":
+            item.add_marker(pytest.mark.skip(reason="long: set MEGAMOE_LONG_TESTS=1"))
         if item.get_closest_marker("gpu"):
             if _own is None:
                 item.add_marker(pytest.mark.xdist_group("gpu"))

@@ -18,7 +18,6 @@ from megamoe_cli.judging import agreement
 from tests.proving import describe, plan, prove, run
 
 ROOT = Path(__file__).resolve().parents[2]
-LONG = pytest.mark.skipif(os.environ.get("MEGAMOE_LONG_TESTS") != "1", reason="long: set MEGAMOE_LONG_TESTS=1")
 
 
 def megamoe(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -57,8 +56,8 @@ def test_bad_requests_are_one_line() -> None:
 # not a bit of any other row changes (tests/data/small_inputs.yaml).
 @pytest.mark.parametrize("config", [
     "block_m=64,promotion=rescale", "block_m=32,policy=mma_sync,promotion=rescale", "block_m=64,policy=serial_n",
-    pytest.param("block_m=16,math_threads=128,policy=wide_n,promotion=rescale", marks=LONG),
-    pytest.param("block_m=32,math_threads=128,policy=serial_n,promotion=rescale,block_n=128", marks=LONG),
+    pytest.param("block_m=16,math_threads=128,policy=wide_n,promotion=rescale", marks=pytest.mark.long),
+    pytest.param("block_m=32,math_threads=128,policy=serial_n,promotion=rescale,block_n=128", marks=pytest.mark.long),
 ])  # fmt: skip
 def test_scales_that_may_not_be_divided_by(config: str) -> None:
     prove("emulator", named=["S26", "S27"], phase="combine", config=[config], jobs=2)

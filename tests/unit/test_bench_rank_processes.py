@@ -19,8 +19,6 @@ from megamoe_cli.shapes import Shape
 from megamoe_cli.tuning.schema import Choice
 
 FAKE = Path(__file__).with_name("fake_ranks.py")
-# Half a minute each on 2 cores, and the test command has 15: of the ways a peer can fail one runs always, the others on demand.
-LONG = pytest.mark.skipif(os.environ.get("MEGAMOE_LONG_TESTS") != "1", reason="long: set MEGAMOE_LONG_TESTS=1")
 
 
 @pytest.fixture
@@ -75,7 +73,7 @@ def test_an_interrupt_leaves_no_process(go) -> None:
         go((), ours="hang:1", say=interrupt)
 
 
-@LONG
+@pytest.mark.long
 def test_the_peers_wrong_output_costs_its_column_alone(go) -> None:
     (row,), group = go(["peer"], peer="wrong:1")
     (failed,) = group.failed
@@ -83,11 +81,12 @@ def test_the_peers_wrong_output_costs_its_column_alone(go) -> None:
     assert failed["contender"] == "peer" and failed["reason"].startswith("output wrong (first launch)")
 
 
+# Half a minute each on 2 cores, and the test command has 15 minutes: of the ways a peer can fail one runs always, the others on demand.
 @pytest.mark.slow
 @pytest.mark.parametrize(("peer", "reason"), [
-    pytest.param("load:1", "does not load here: ImportError", marks=LONG), pytest.param("rendezvous:0", "rendezvous: planted", marks=LONG),
-    pytest.param("raise:1", "CUDA error: planted", marks=LONG), ("die:1", "rank 1 died with SIGKILL"),
-    pytest.param("hang:1", "no answer within 12 s during compile peer", marks=LONG)])
+    pytest.param("load:1", "does not load here: ImportError", marks=pytest.mark.long), pytest.param("rendezvous:0", "rendezvous: planted", marks=pytest.mark.long),
+    pytest.param("raise:1", "CUDA error: planted", marks=pytest.mark.long), ("die:1", "rank 1 died with SIGKILL"),
+    pytest.param("hang:1", "no answer within 12 s during compile peer", marks=pytest.mark.long)])
 def test_what_the_peer_does_wrong_costs_its_column(go, peer, reason) -> None:
     """Whichever rank it happens on; and where it took the group down, later rows go on without it."""
     (first, second), group = go(["peer"], (3, 4), peer=peer, start=4, setup_s=12.0 if peer.startswith("hang") else 60.0)
