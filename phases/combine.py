@@ -59,7 +59,7 @@ def _check_rest(report: Report, case: CaseData, got: PhaseOutput, rank: int) -> 
 
 def check_end_to_end(report: Report, case: CaseData, got: PhaseOutput) -> None:
     """y against the float64 layer; rows whose activations leave FP32's range are not defined and not judged."""
-    limits = end_to_end_limits(case.problem.shape.intermediate)
+    limits = end_to_end_limits(case.problem.shape.intermediate, case.rescaled)
     tokens = [sampled_tokens(case, rank) for rank in range(case.problem.ranks)]
     for rank, reference in enumerate(end_to_end(case, tokens)):
         y = got[rank]["y"]

@@ -30,10 +30,10 @@ def check(case: CaseData, got: PhaseOutput, metrics: dict[str, float] | None = N
                 d, n = _check_block(report, case, got, rank, segment, rows.take(part), weights)
                 differing, compared = differing + d, compared + n
         share = differing / compared if compared else 0.0
-        report.worst("l2_acts_share", share)
-        limit = code_share_limit(case.rescaled)
+        limit = code_share_limit(case.rescaled, compared)
+        report.worst("l2_acts_share", share, limit)
         if share > limit:
-            report.add("l2_acts_share", f"share of e4m3 codes of this rank's l2_acts that differ, limit {limit:.0%}", rank=rank, got=round(share, 4), expected=0)  # fmt: skip
+            report.add("l2_acts_share", f"share of the {compared} e4m3 codes of this rank's l2_acts that differ, limit {limit:.2%}", rank=rank, got=round(share, 4), expected=0)  # fmt: skip
     return report.findings()
 
 

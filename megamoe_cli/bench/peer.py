@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 IMPORT_NAME = "deep_gemm"
 DISTRIBUTION = "sgl-deep-gemm"
-INSTALL = "pip install sgl-deep-gemm==0.1.4 apache-tvm-ffi==0.1.11, with Python 3.12 or newer and torch 2.11"
+INSTALL = ("pip install sgl-deep-gemm==0.1.4 apache-tvm-ffi==0.1.11, with Python 3.12 or newer and torch 2.11; or sgl-deep-gemm==0.2.5 with "
+           "torch 2.14")  # fmt: skip
 CALLS = ("get_symm_buffer_for_mega_moe", "transform_weights_for_mega_moe_sm90", "fp8_mega_moe")
 
 

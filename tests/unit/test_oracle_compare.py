@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megamoe_cli.oracle.compare import (
-    LIMITS, MAX_PER_METRIC, Finding, Report, bit_equal_rows, check_activations, check_bits, check_rows, code_order, cosine,
-    is_nan_code, relative_l2,
+    LIMITS, MAX_PER_METRIC, Finding, Report, bit_equal_rows, check_activations, check_bits, check_rank, check_rows, code_order,
+    code_share_limit, cosine, end_to_end_limits, is_nan_code, relative_l2,
 )
 from megamoe_cli.oracle.reference import requantize
 
@@ -202,6 +202,36 @@ def test_report_is_bounded_and_counts():
     report.worst("a", math.nan)
     report.worst("a", 2.0)
     assert math.isnan(metrics["a"]), "NaN does not disappear"
+
+
+def test_a_report_keeps_what_comes_nearest_to_its_own_limit():
+    metrics: dict[str, float] = {}
+    report = Report(metrics)
+    report.worst("a", 0.02, 0.021)
+    report.worst("a", 0.03, 0.04)  # larger, and further from its limit
+    assert metrics == {"a": 0.02, "a.limit": 0.021}
+    report.worst("a", 0.039, 0.04)
+    assert metrics == {"a": 0.039, "a.limit": 0.04}
+    report.worst("a", math.nan, 0.1)
+    report.worst("a", 0.2, 0.1)
+    assert math.isnan(metrics["a"]) and metrics["a.limit"] == 0.1, "NaN does not disappear"
+
+
+def test_few_samples_average_out_less():
+    base = LIMITS["code_share"].value
+    assert code_share_limit(False, 0) > code_share_limit(False, 896) > 19 / 896 > base
+    assert base < code_share_limit(False, 10**6) < 1.05 * base
+    assert code_share_limit(True, 896) > LIMITS["code_share_rescaled"].value
+    classic, rescaled = end_to_end_limits(128), end_to_end_limits(128, True)
+    assert (classic.row, classic.rank, classic.cosine) == (rescaled.row, rescaled.rank, rescaled.cosine)
+
+    def together(rows: int, error: float, limits) -> bool:
+        expected, report = torch.ones(rows, 64), Report()
+        check_rank(report, "r", expected * (1 + error), expected, 0, limits)
+        return report.findings() == []
+
+    assert together(11, 0.0294, rescaled) and not together(11, 0.0294, classic) and together(11, 0.023, classic)
+    assert not together(1000, 0.0294, classic) and not together(1000, 0.04, rescaled) and together(1000, 0.019, classic)
 
 
 def test_finding_is_readable_and_json():
