@@ -125,7 +125,7 @@ def shown(metrics: dict[str, float], plan: Plan) -> dict[str, Any]:
     equal elements are no errors and have none."""
     e2e = end_to_end_limits(plan.problem.shape.intermediate)
     limits = {
-        "l1_raw": LIMITS["l1_rel"].value, "l2_acts_sf": LIMITS["scale_rel"].value, "l2_row": LIMITS["l2_rel"].value,
+        "l1_raw": LIMITS["l1_rel"].value, "l2_row": LIMITS["l2_rel"].value,
         "e2e": e2e.row, "e2e_cpu": e2e.row, "full_rel": e2e.row,
         **{name: 1 - e2e.cosine for name in ("e2e_cosine_loss", "full_cosine_loss", "e2e_cpu_cosine_loss")},
         **{name.removesuffix(".limit"): limit for name, limit in metrics.items() if name.endswith(".limit")},

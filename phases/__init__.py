@@ -4,6 +4,7 @@ its output is judged. Adding a phase is adding one file here: it is found by its
     NAME, INDEX     "l1", 2; the kernel's Phase enum has the same order
     VIEWS           names in ``PhaseOutput.ranks[r]`` that are meaningful after it
     check(case, got, metrics=None) -> list[Finding]     empty = right; ``metrics`` collects the worst numbers seen
+                    (and ``NAME.limit``, see ``Report.worst``)
 """
 
 from __future__ import annotations

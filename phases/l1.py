@@ -29,7 +29,9 @@ def check(case: CaseData, got: PhaseOutput, metrics: dict[str, float] | None = N
             for part in chosen.split(_ROWS_AT_ONCE):
                 d, n = _check_block(report, case, got, rank, segment, rows.take(part), weights)
                 differing, compared = differing + d, compared + n
-        share = differing / compared if compared else 0.0
+        if not compared:
+            continue
+        share = differing / compared
         limit = code_share_limit(case.rescaled, compared)
         report.worst("l2_acts_share", share, limit)
         if share > limit:
@@ -58,4 +60,4 @@ def _check_block(report: Report, case: CaseData, got: PhaseOutput, rank: int, se
     have_codes = rows_of(views["l2_acts"], rows.pool).to(device)
     have_scales = rows_of(views["l2_acts_sf"], rows.pool).to(device)
     unclamped = None if case.clamp is None else swiglu(acc, topk_weight, None)
-    return check_activations(report, have_codes, have_scales, codes, scales, exact, rows.where, unclamped)
+    return check_activations(report, have_codes, have_scales, codes, scales, exact, rows.where, unclamped, case.rescaled)

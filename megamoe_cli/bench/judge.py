@@ -34,7 +34,7 @@ def check_ours(case: Any, outputs: Mapping[str, torch.Tensor]) -> float:
         if seen is not None and torch.equal(bits(y), bits(seen)):
             continue
         report = Report()
-        gpu_reference.compare(case, [y], limits=end_to_end_limits(case.problem.shape.intermediate), report=report)
+        gpu_reference.compare(case, [y], limits=end_to_end_limits(case.problem.shape.intermediate, case.rescaled), report=report)
         findings = report.findings()
         if findings:
             raise WrongResult(f"{case.problem.shape} at {case.problem.tokens[0]} tokens ({mode}) is wrong, so its time means "

@@ -127,6 +127,7 @@ class Bench:
         self.device.wait(plan.wait_s)
         found = measure(self.device, [self.ours, *self.rivals], [case.inputs[0] for case in cases], plan, say)
         say(f"{tokens} tokens: checking the outputs")
+        cases[-1].rescaled = config.promotion == "rescale"
         with self.device.using():
             worst, differences = self._judge(cases[-1], found)
             floors = floors_us(self.shape, [c.inputs[0].topk_idx for c in cases[warmup:]])

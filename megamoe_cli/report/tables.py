@@ -90,6 +90,12 @@ def phase_rows(cases: Sequence[Case], results: Sequence[CaseResult]) -> list[dic
     return rows
 
 
+def _badness(raw: Any) -> float:
+    """A number as a share of its limit where it has one (limits hang on the case); nan and inf travel as text, and nothing is worse."""
+    value, limit = (raw.get("value"), raw.get("limit")) if isinstance(raw, Mapping) else (raw, None)
+    return math.inf if isinstance(value, str) else value / limit if limit else value
+
+
 def _worst_of(results: Sequence[CaseResult]) -> str:
     merged: dict[str, Any] = {}
     for result in results:
@@ -97,10 +103,7 @@ def _worst_of(results: Sequence[CaseResult]) -> str:
             value = raw.get("value") if isinstance(raw, Mapping) else raw
             if not isinstance(value, (int, float, str)):
                 continue
-            old = merged.get(name)
-            old_value = old.get("value") if isinstance(old, Mapping) else old
-            # nan and inf travel as text, and nothing is worse
-            if name not in merged or isinstance(value, str) or not isinstance(old_value, str) and value > old_value:
+            if name not in merged or _badness(raw) > _badness(merged[name]):
                 merged[name] = raw
     return worst_metric(merged)
 

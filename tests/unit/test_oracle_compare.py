@@ -231,7 +231,10 @@ def test_few_samples_average_out_less():
         return report.findings() == []
 
     assert together(11, 0.0294, rescaled) and not together(11, 0.0294, classic) and together(11, 0.023, classic)
-    assert not together(1000, 0.0294, classic) and not together(1000, 0.04, rescaled) and together(1000, 0.019, classic)
+    for intermediate in (128, 1024, 2048):
+        for limits in (end_to_end_limits(intermediate), end_to_end_limits(intermediate, True)):
+            assert limits.rank < limits.row, "many rows together are held to less than each, or the check could not fail"
+            assert together(1000, 0.99 * limits.rank, limits) and not together(1000, 1.01 * limits.rank, limits)
 
 
 def test_finding_is_readable_and_json():

@@ -99,6 +99,9 @@ def test_many_cases_are_summed_by_phase(run) -> None:
     assert rows[0]["worst error"] == "rel 0.5" and rows[0]["seconds"] == "4.0"
     results[0].metrics["rel"] = "nan"
     assert phase_rows(cases, results)[0]["worst error"] == "rel nan"
+    first, second = [r for c, r in zip(cases, results, strict=False) if c.phase == "l1"][:2]
+    first.metrics, second.metrics = {"rel": {"value": 0.0205, "limit": 0.0206}}, {"rel": {"value": 0.021, "limit": 0.0389}}
+    assert phase_rows(cases, results)[0]["worst error"] == "rel 0.0205 (limit 0.0206)", "what comes nearest to its own limit"
 
 
 def test_the_table_says_where_and_survives_markup(run) -> None:
