@@ -73,6 +73,7 @@ class Pick:
     name: str = ""
     warnings: tuple[str, ...] = ()
     considered: tuple[str, ...] = ()  # what was looked at and did not answer, one line each
+    beyond: str = ""  # said of a load outside what the table measured
 
     def line(self) -> str:
         """One line for the user."""
@@ -117,9 +118,11 @@ def _load(path: Path, mtime_ns: int) -> tuple[Table, list[Problem]]:
 
 def lookup(query: Query, tokens: int, library: Library, *, named: bool = False) -> Pick:
     """The choice for ``tokens`` per rank (the largest of all ranks). ``named``: the library is one table that the user
-    named, so a static one answers too, and a mismatch is a UsageError."""
+    named, so a static one answers too, and a mismatch is a UsageError. Outside what a measured table measured the baseline
+    answers, which was made for every load; the table's own default where there is none."""
     considered: list[str] = []
     warnings = list(library.problems)
+    beyond: Pick | None = None
     values = query.values()
     ranked = sorted(enumerate(library.tables), key=lambda entry: (_rank(entry[1][0]), entry[0]))
     for _, (table, problems) in ranked:
@@ -142,9 +145,23 @@ def lookup(query: Query, tokens: int, library: Library, *, named: bool = False) 
             warnings.append(said)
             considered.append(said)
             continue
-        return replace(pick, warnings=(*pick.warnings, *warnings), considered=tuple(considered))
+        if pick.beyond and not named:
+            beyond = beyond or pick
+            considered.append(pick.beyond)
+            continue
+        return _answer(pick, beyond, warnings, considered)
+    if beyond is not None:
+        return _answer(beyond, None, warnings, [line for line in considered if line != beyond.beyond])
     why = "the built-in default: " + ("no table matches" if library.tables else "tables are off" if not warnings else "no usable table")
     return Pick(Choice(KernelConfig()), "default", why, warnings=tuple(warnings), considered=tuple(considered))
+
+
+def _answer(pick: Pick, beyond: Pick | None, warnings: Sequence[str], considered: Sequence[str]) -> Pick:
+    """``beyond``: of a table that came first and had not measured the load."""
+    said = [f"{pick.beyond}; its default is used"] if pick.beyond else []
+    if beyond is not None:
+        said.append(f"{beyond.beyond}; {pick.table.name if pick.table else pick.source} is used")
+    return replace(pick, warnings=(*said, *pick.warnings, *warnings), considered=tuple(considered))
 
 
 def _rank(table: Table) -> int:
@@ -156,11 +173,10 @@ def _from_table(table: Table, problems: Sequence[Problem], query: Query, tokens:
     value = table.axis_value(tokens, query.ranks, query.shape.topk, query.shape.experts)
     entry = table.range_at(value)
     assert entry is not None, "a usable table covers everything"
-    load = f"{tokens} tokens" if table.axis == "tokens" else f"{tokens} tokens = {value:.4g} expected per local expert"
+    load = f"{tokens} tokens" if table.axis == "tokens" else f"{tokens} tokens = {value:g} expected per local expert"
     why = f"{label}: {load} in [{entry.start:g}, {entry.end:g})"
     warnings = [f"{label}: {p.rule}: {p.message}" for p in problems if p.rule in ("stale", "dirty", "partial")]
-    if table.source != "baseline" and not entry.evidence:
-        warnings.append(f"{label}: {load} is outside what was measured; its default is used")
+    beyond = f"{label}: {load} is outside what was measured" if table.source != "baseline" and not entry.evidence else ""
     rows = {row.id: row for row in table.evidence}
     near = min((rows[name] for name in entry.evidence), key=lambda row: abs(row.tokens - tokens), default=None)
     if near is not None and near.median_us is not None:
@@ -171,7 +187,7 @@ def _from_table(table: Table, problems: Sequence[Problem], query: Query, tokens:
         why += f", model {near.model_us:.4g} us at {near.tokens} tokens"
     if any(p.rule == "stale" for p in problems):
         why += ", stale"
-    return Pick(table.configs[entry.use], table.source, why, table.path, entry.use, tuple(warnings))
+    return Pick(table.configs[entry.use], table.source, why, table.path, entry.use, tuple(warnings), beyond=beyond)
 
 
 def edge_counts(library: Library, query: Query) -> list[int]:

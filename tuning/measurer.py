@@ -18,13 +18,12 @@ from megamoe_cli.tuning.group import RankGroup
 from megamoe_cli.tuning.journal import Journal, Trial
 from megamoe_cli.tuning.paired import usable
 from megamoe_cli.tuning.plan import Plan
-from megamoe_cli.tuning.schema import Choice
+from megamoe_cli.tuning.schema import FLOOR_SLACK, Choice
 from megamoe_cli.tuning.space import kernel_key
 
 # What ends a candidate for good, whatever the size: its kernel cannot be trusted. ``invalid`` and ``unfit`` are about the
 # timer and the memory; they count where they happened.
 DISQUALIFYING = ("wrong", "hang", "crash", "fault", "error", "too-fast", "build-failed")
-FLOOR_SLACK = 0.9  # a time below this share of the floor cannot be one
 FIRST = "#1"  # ends the key of a crash that was tried again
 BAR = 3  # kernels with one axis value in common that hang, crash or fault, and none that ever worked: the rest is not tried
 LOST = ("hang", "crash", "fault")  # each of these costs new processes

@@ -21,6 +21,7 @@ EXPECTED, TOKENS = "expected_tokens_per_local_expert", "tokens"
 AXES = (EXPECTED, TOKENS)
 SOURCES = ("measured", "baseline", "static")
 VERDICTS = ("better", "same", "unclear", "worse")
+FLOOR_SLACK = 0.9  # a time below this share of the floor cannot be one
 BACKENDS = ("virtual", "processes", "nvlink", "fake")
 ANY = "*"
 INTEGER_KEYS = ("sms", "sms_per_rank", "ranks", "experts", "topk", "hidden", "intermediate")

@@ -7,13 +7,14 @@ uncommitted sources, a partial run) are shown with every lookup and are errors o
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
 from megamoe_cli.config import check as check_config
 from megamoe_cli.errors import UsageError
 from megamoe_cli.shapes import Shape
-from megamoe_cli.tuning.schema import Range, Table
+from megamoe_cli.tuning.schema import FLOOR_SLACK, Evidence, Range, Table
 from megamoe_cli.tuning.table_reader import load
 from megamoe_cli.tuning.yaml_source import ERROR, WARNING, Problem
 
@@ -31,6 +32,7 @@ CHECK_RULES = {
     "unknown-configuration": "every range, row and default names a configuration of the table",
     "illegal-configuration": "every named configuration passes the one predicate (megamoe_cli/config.py)",
     "disabled-policy": "no range picks a policy that the table disables",
+    "contradiction": "a row's median lies in its interval and not below the floor, and its verdict fits its ratio",
     "unknown-evidence": "evidence that a range names exists and is about its configuration",
     "missing-evidence": "in a measured table a range without evidence uses the default",
     "model-marked": "a static table has model times only, a measured one has none",
@@ -134,6 +136,17 @@ def geometry(table: Table) -> tuple[Shape | None, int | None, int | None]:
     return shape, get("ranks") if shape else None, get("sms") if shared and shape else None
 
 
+def _contradictions(row: Evidence) -> Iterator[str]:
+    """What the tuner never writes."""
+    us, ratio = row.median_us, row.vs_incumbent
+    if us is not None and row.ci_us is not None and not row.ci_us[0] <= us <= row.ci_us[1]:
+        yield f"median_us {us:g} lies outside its interval {row.ci_us[0]:g} to {row.ci_us[1]:g}"
+    if us is not None and row.floor_us is not None and us < FLOOR_SLACK * row.floor_us:
+        yield f"median_us {us:g} is below the floor of {row.floor_us:g}"
+    if ratio is not None and (row.verdict == "better" and ratio >= 1 or row.verdict == "worse" and ratio <= 1):
+        yield f"it says {row.verdict} at {ratio:g} of the incumbent's time"
+
+
 def _evidence(table: Table, problems: list[Problem]) -> None:
     rows = {}
     for row in table.evidence:
@@ -146,6 +159,7 @@ def _evidence(table: Table, problems: list[Problem]) -> None:
             problems.append(Problem(row.line, "model-marked", f"evidence {row.id!r}: a static table has model_us and no measured number"))
         if table.source == "measured" and (row.model_us is not None or row.median_us is None or not row.verdict):
             problems.append(Problem(row.line, "model-marked", f"evidence {row.id!r}: a measured table has median_us and a verdict, and no model number"))
+        problems += [Problem(row.line, "contradiction", f"evidence {row.id!r}: {said}") for said in _contradictions(row)]
     for entry in table.ranges:
         for name in entry.evidence:
             row = rows.get(name)

@@ -31,7 +31,7 @@ def decode(text: str, path: Path | None, problems: list[Problem]) -> Table | Non
     version = root.value.get("schema")
     if version is None or version.value != SCHEMA:
         line = (root.keys or {}).get("schema", root.line)
-        said = "there is no schema version" if version is None else f"schema is {version.value!r}"
+        said = "there is no schema version" if version is None else f"schema is {version.plain()!r}"
         problems.append(Problem(line, "schema-version", f"{said}; this program reads {SCHEMA!r}"))
         return None
     before = len(problems)

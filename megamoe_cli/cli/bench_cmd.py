@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from megamoe_cli.cli.app import App, json_option, reserve_option, table_option
-from megamoe_cli.config import KernelConfig
+from megamoe_cli.config import KernelConfig, require
 from megamoe_cli.errors import ExitCode, UsageError
 from megamoe_cli.shapes import Shape, parse_shape
 
@@ -105,6 +105,9 @@ def bench_command(app: App, **values: Any) -> int:
         return run_protocol_cost(app, values)
     asked = Asked.of(values)
     config = KernelConfig.parse(values["config_text"]) if values["config_text"].strip() else None
+    if config is not None:
+        for shape in asked.shapes.values():
+            require(config, shape, 1)
     limit = bench_gate.parse_limit(values["limit_text"]) if values["limit_text"] else None
     path = values["baseline"] or (Path(app.settings.get("results_dir") or paths.results_dir()) / "bench-baseline.json" if limit else None)
     baseline = bench_gate.load_baseline(path) if path else None

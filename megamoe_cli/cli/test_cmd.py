@@ -113,7 +113,7 @@ def selected_cases(ctx: click.Context, values: dict[str, Any]) -> list[Case]:
     values["backend"] = sanitize.check_backend(values)
     if values["campaign"]:
         return testplan.select(generated_cases.reserving(values, generated_cases.campaign(values, flags)), values["filters"])
-    if values["policy"]:
+    if values["policy"] is not None:
         cases = generated_cases.policies(values, flags, ctx.find_object(App) or App(), check_case_options)
         return testplan.select(generated_cases.reserving(values, cases), values["filters"])
     request = Request(

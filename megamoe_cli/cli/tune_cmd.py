@@ -148,7 +148,7 @@ def _fraction(text: str, option: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%?)", str(text).strip())
     value = float(match[1]) / (100 if match[2] else 1) if match else -1.0
     if not 0 <= value < 1:
-        raise UsageError(f"{option}: {text!r} is no share such as 3% or 0.03", rule="fraction")
+        raise UsageError(f"{option}: {text!r} is no share below 100%, such as 3% or 0.03", rule="fraction")
     return value
 
 

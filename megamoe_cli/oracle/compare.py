@@ -228,7 +228,7 @@ def check_rank(report: Report, metric: str, got: torch.Tensor, expected: torch.T
     """All rows [n,c] of a rank together: catches what is small in every row and wrong on average. Non-finite elements are
     the rows' business and left out. A few rows average out less: the limit is the row's over sqrt(n) until that is smaller
     (with 13-bit sums on the emulator, as an H200's, 3 rows together are up to 2.6e-2 off at I = 256)."""
-    limit = max(limits.rank, limits.few * limits.row / max(len(got), 1) ** 0.5)
+    limit = max(limits.rank, min(1.0, limits.few / max(len(got), 1) ** 0.5) * limits.row)
     keep = got.isfinite() & expected.isfinite()
     zero = torch.zeros((), dtype=torch.float64, device=got.device)
     g, e = got.double().where(keep, zero), expected.double().where(keep, zero)

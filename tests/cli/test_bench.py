@@ -99,3 +99,11 @@ def test_reserved_sms_are_in_the_record(megamoe, gpu, monkeypatch) -> None:
                            (("--reserve-sms", "4", "--protocol-cost", "2"), "no --reserve-sms with it")):  # fmt: skip
         refused = megamoe(*ARGS, *words)
         assert refused.code == 2 and message in refused.err and not gpu.measured, refused.err
+
+
+def test_an_illegal_configuration_comes_before_a_missing_gpu(megamoe, monkeypatch) -> None:
+    monkeypatch.setattr("megamoe_cli.backends.driver.visible_gpus", lambda: [])
+    for text, words in (("block_m=999", "allowed-values"), ("regs_math=256", "register-budget"), ("block_n=128,policy=wide_n", "policy-tile")):
+        answer = megamoe("bench", "--config", text, "--shape", "flash", "--tokens", 8)
+        assert answer.code == 2 and words in answer.err, answer.err
+    assert megamoe("bench", "--config", "block_m=64", "--shape", "flash", "--tokens", 8).code == 3

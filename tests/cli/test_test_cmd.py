@@ -173,6 +173,7 @@ def test_nothing_is_left_when_nothing_could_run(megamoe, fake, monkeypatch) -> N
     (("--routing", "fixed:0,99"), ["rank 0", "token 0", "slot 1", "99"]),
     (("--jobs", "0"), ["jobs"]),
     (("--option", "races"), ["races"]),
+    (("--policy", ""), ["--policy"]),
 ])
 def test_bad_input_starts_nothing(megamoe, fake, args, words) -> None:
     answer = megamoe(*(NAMED if "--case" in args else EMULATED), *args)

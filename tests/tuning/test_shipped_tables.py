@@ -96,9 +96,11 @@ def test_a_measured_table_answers_for_what_it_was_measured_on() -> None:
         query = Query(Shape(has["hidden"], has["intermediate"], has["experts"], has["topk"]), has["ranks"], Machine(has["sms"], has["backend"]))
         for tokens in edge_counts(Library([(table, [])]), query):
             pick = lookup(query, tokens, every)
-            assert pick.source == "measured" and not any("illegal" in line for line in pick.warnings), (table.path, tokens, pick)
+            entry = table.range_at(table.axis_value(tokens, query.ranks, query.shape.topk, query.shape.experts))
+            assert pick.source == ("measured" if entry.evidence else "baseline"), (table.path, tokens, pick)
+            assert not any("illegal" in line for line in pick.warnings), (table.path, tokens, pick)
             if pick.table == table.path:
-                assert pick.choice == table.configs[table.range_at(table.axis_value(tokens, query.ranks, query.shape.topk, query.shape.experts)).use]
+                assert pick.choice == table.configs[entry.use]
 
 
 def test_the_commands_and_the_api_find_them(megamoe, gpu) -> None:

@@ -105,6 +105,10 @@ BROKEN = [
     ("median_us: 160.0", "median_us: -3", 16, "wrong-type"),
     ("ranks: 1,", "ranks: one,", 3, "wrong-type"),
     ("default: big\n", "", 1, "missing-key"),
+    ("median_us: 160.0", "median_us: 162.0", 16, "contradiction"),
+    ("median_us: 210.0", "median_us: 210.0, floor_us: 300.0", 17, "contradiction"),
+    ("vs_incumbent: 0.95", "vs_incumbent: 1.05", 16, "contradiction"),
+    ("vs_incumbent: 1.0, verdict: same", "vs_incumbent: 0.97, verdict: worse", 17, "contradiction"),
     ("worst_slowdown: 1.01", "worst_slowdown: 1.2", 18, "validation"),
 ]
 

@@ -181,6 +181,13 @@ def test_without_a_gpu_it_ranks_by_a_model_and_calls_it_one(megamoe, compiler, s
     assert document["source"] == "static" and {"model_us", "registers", "ctas_per_sm", "waves"} <= set(document["sizes"]["8"][0])
 
 
+def test_a_ranking_is_not_resumed(megamoe, compiler, space, tmp_path) -> None:
+    """Nothing was measured, so the answer is neither about another machine nor a promise."""
+    assert megamoe("tune", "--rank-of", 8, "--space", space, "--tokens", 8, "--seed", 1, "--results-dir", tmp_path / "r").code == 0
+    answer = megamoe("tune", "--resume", "--results-dir", tmp_path / "r")
+    assert answer.code == 2 and "nothing was measured" in answer.err and "start it again" in answer.err, answer.err
+
+
 def test_a_kernel_that_spills_is_no_candidate(megamoe, compiler, space, tmp_path) -> None:
     compiler.refuse = {16}
     answer = megamoe("tune", "--rank-of", 8, "--space", space, "--config", "block_m=16", "--tokens", "8", "--results-dir", tmp_path, "--json")

@@ -234,6 +234,7 @@ def test_few_samples_average_out_less():
     for intermediate in (128, 1024, 2048):
         for limits in (end_to_end_limits(intermediate), end_to_end_limits(intermediate, True)):
             assert limits.rank < limits.row, "many rows together are held to less than each, or the check could not fail"
+            assert together(1, 0.99 * limits.row, limits) and not together(1, 1.01 * limits.row, limits), "a row alone is held to a row's limit"
             assert together(1000, 0.99 * limits.rank, limits) and not together(1000, 1.01 * limits.rank, limits)
 
 
