@@ -140,10 +140,10 @@ def resume_plan(folder: Path, extra: Sequence[Choice] = ()) -> Plan:
     if plan.digest != kernel_digest():
         raise UsageError(f"the kernel sources changed since {folder.name} ({plan.digest} then, {kernel_digest()} now): its times are of "
                          f"another kernel", hint="start a new run", rule="resume")
-    if not plan.scripted and not plan.machine.name:
-        raise UsageError(f"{folder.name} ranked by a model: nothing was measured, so there is nothing to resume", rule="resume",
-                         hint="start it again; kernels that are built come from the cache")  # fmt: skip
     if not plan.scripted:
+        if not plan.machine.name:  # no GPU
+            raise UsageError(f"{folder.name} ranked by a model: nothing was measured, so there is nothing to resume", rule="resume",
+                             hint="start it again; kernels that are built come from the cache")  # fmt: skip
         here = running_machine(plan.machine.backend, plan.ranks)
         if here != plan.machine:
             there = f"{plan.machine.backend} on {plan.machine.name} ({plan.machine.sms} SMs)"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from megamoe_cli.cli.bench_cmd import given, on_a_gpu, parse_counts, parse_sizes, record_run
-from megamoe_cli.config import KernelConfig
+from megamoe_cli.config import KernelConfig, require
 from megamoe_cli.errors import ExitCode, UsageError
 from megamoe_cli.shapes import parse_shape
 
@@ -33,6 +33,8 @@ def run_protocol_cost(app: App, values: Mapping[str, Any]) -> int:
     config = KernelConfig.parse(values["config_text"])
     for name in names:
         protocol_cost.check(parse_shape(name), sizes, ranks)
+        for count in (1, *ranks):
+            require(config, parse_shape(name), count)
     on_a_gpu()
     app.started("bench")
     costs: list[dict[str, Any]] = []

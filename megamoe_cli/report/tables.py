@@ -23,11 +23,11 @@ def number(value: Any) -> str:
     return str(value) if isinstance(value, int) else f"{value:.3g}"
 
 
-def worst_metric(metrics: Mapping[str, Any]) -> str:
-    """The error metric that matters most, as ``name value``: one that is not finite, else the one nearest to (or
-    furthest above) its tolerance when tolerances are known, else the largest. Empty without metrics."""
+def worst_metric(*metrics: Mapping[str, Any]) -> str:
+    """The error metric that matters most, of one case or several, as ``name value``: one that is not finite, else the one nearest
+    to (or furthest above) its tolerance when tolerances are known (they hang on the case), else the largest. Empty without metrics."""
     best: tuple[float, str] | None = None
-    for name, raw in metrics.items():
+    for name, raw in (item for each in metrics for item in each.items()):
         value, limit = (raw.get("value"), raw.get("limit")) if isinstance(raw, Mapping) else (raw, None)
         if isinstance(value, bool):
             continue
@@ -83,29 +83,11 @@ def phase_rows(cases: Sequence[Case], results: Sequence[CaseResult]) -> list[dic
         passed = sum(r.passed for r in ran)
         status = "not run" if not ran else "pass" if passed == len(members) else "fail" if passed < len(ran) else "not run"
         regs = sorted({registers(r.kernel) for r in ran})
-        worst = _worst_of(ran)
+        worst = worst_metric(*(r.metrics for r in ran))
         rows.append({"phase": phase, "case": f"{passed} of {len(members)} passed", "result": status, "where": where,
                      "regs": regs[0] if len(regs) == 1 else f"{regs[0]} to {regs[-1]}" if regs else "",
                      "worst error": worst, "seconds": f"{sum(r.seconds for r in ran):.1f}"})
     return rows
-
-
-def _badness(raw: Any) -> float:
-    """A number as a share of its limit where it has one (limits hang on the case); nan and inf travel as text, and nothing is worse."""
-    value, limit = (raw.get("value"), raw.get("limit")) if isinstance(raw, Mapping) else (raw, None)
-    return math.inf if isinstance(value, str) else value / limit if limit else value
-
-
-def _worst_of(results: Sequence[CaseResult]) -> str:
-    merged: dict[str, Any] = {}
-    for result in results:
-        for name, raw in result.metrics.items():
-            value = raw.get("value") if isinstance(raw, Mapping) else raw
-            if not isinstance(value, (int, float, str)):
-                continue
-            if name not in merged or _badness(raw) > _badness(merged[name]):
-                merged[name] = raw
-    return worst_metric(merged)
 
 
 COLUMNS = ("phase", "case", "result", "where", "regs", "worst error", "seconds")

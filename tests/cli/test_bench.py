@@ -104,6 +104,7 @@ def test_reserved_sms_are_in_the_record(megamoe, gpu, monkeypatch) -> None:
 def test_an_illegal_configuration_comes_before_a_missing_gpu(megamoe, monkeypatch) -> None:
     monkeypatch.setattr("megamoe_cli.backends.driver.visible_gpus", lambda: [])
     for text, words in (("block_m=999", "allowed-values"), ("regs_math=256", "register-budget"), ("block_n=128,policy=wide_n", "policy-tile")):
-        answer = megamoe("bench", "--config", text, "--shape", "flash", "--tokens", 8)
-        assert answer.code == 2 and words in answer.err, answer.err
+        for more in ((), ("--protocol-cost", "2"), ("--rows", "peer"), ("--ranks", 2)):
+            answer = megamoe("bench", "--config", text, "--shape", "flash", "--tokens", 8, *more)
+            assert answer.code == 2 and words in answer.err, answer.err
     assert megamoe("bench", "--config", "block_m=64", "--shape", "flash", "--tokens", 8).code == 3

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -24,7 +23,6 @@ from megamoe_cli.oracle.casedata import CaseData
 from megamoe_cli.report import bench_table
 from megamoe_cli.shapes import Problem, Shape
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no host compiler for the emulator")
 SHAPE = Shape(256, 256, 4, 2)
 CONFIG = KernelConfig(block_m=32)
 
