@@ -36,12 +36,12 @@ struct PackedRescale {
     // moves nothing, within 2^80, so that sums (below 2^30 in units of a factor) stay far from the ends of FP32.
     static MM_DEVICE bool near_columns(const ScaleRange& r, bool l1) { return r.near(l1 ? 5 : 29, 40, 20); }
 
-    // Row h's kind; of a regular one the unit in which no sum over num_k K-blocks (of at most 2^24.7 times the factor each) overflows.
-    MM_DEVICE void set_row(u32 h, bool is_regular, u32 row_exponent, u32 column_exponent, u32 num_k) {
+    // The unit in which no L1 sum of a regular row over num_k K-blocks (of at most 2^24.7 times the factor each) overflows.
+    static MM_DEVICE u32 unit_of(u32 row_exponent, u32 column_exponent, u32 num_k) { return row_exponent + column_exponent - 127 + 11 + hw::log2_ceil(num_k); }
+    // Row h's kind; `unit`: of a regular row.
+    MM_DEVICE void set_row(u32 h, bool is_regular, u32 unit) {
         regular[h] = is_regular;
-        if (!is_regular) return;
-        const u32 unit = row_exponent + column_exponent - 127 + 11 + hw::log2_ceil(num_k);
-        exponents += (unit - 1) * 0x00010001u << 8 * h;
+        if (is_regular) exponents += (unit - 1) * 0x00010001u << 8 * h;
     }
     MM_DEVICE void look(const RowFactors& next) {
 #pragma unroll

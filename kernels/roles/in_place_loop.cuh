@@ -29,14 +29,15 @@ MM_DEVICE bool judge_rows(const Tile& tile, const MathThread<C>& me, const Colum
 #pragma unroll
     for (u32 h = 0; h < 2; ++h) {
         const u32 row = me.row(0) + 8 * h;
-        const RowKind kind{C::kBlockM >= 64 || row < C::kBlockM ? hw::lds_u32(kinds + row) : 0};
-        rescale.set_row(h, near_columns && kind.regular(l1), kind.exponent(), columns.exponent(), num_k);
+        const RowKind kind{row < tile.valid() ? hw::lds_u32(kinds + row) : 127};   // of a row that does not exist, anything lies there
+        // In L2 nothing of a regular row is moved, and what is known are the scales of its inputs.
+        rescale.set_row(h, near_columns && kind.regular(l1), l1 ? PackedRescale<C>::unit_of(kind.exponent(), columns.exponent(), num_k) : 127);
     }
     bool all = near_columns;
 #pragma unroll
     for (u32 half = 0; half < 2; ++half) {
         const u32 row = me.first_row() + 32 * half + me.lane();
-        all = all && (row >= tile.valid() || RowKind{hw::lds_u32(kinds + row)}.regular(l1));   // of a row that does not exist, anything lies there
+        all = all && (row >= tile.valid() || RowKind{hw::lds_u32(kinds + row)}.regular(l1));
     }
     return hw::all(all);
 }
