@@ -136,7 +136,7 @@ class Layout:
             256 * 4, MAX_RANKS * 4, MAX_RANKS * 4, 2 * ranks * local * 4, ranks * c * k * 4, 2 * s.experts * 4,
             counters, counters, 2 * (p // TOKEN_ALIGNMENT) * 4, local * 4, g * 3 * 4,
             c * h, c * (h // SCALE_GROUP) * 4, c * k * 8, c * k * 4,
-            g * h, (h // SCALE_GROUP) * g * 4, g * 4, g * 4, g * i, (i // SCALE_GROUP) * g * 4, k * c * h * 2,
+            g * h, (h // SCALE_GROUP) * g * 4, g * 4, 2 * g * 4, g * i, (i // SCALE_GROUP) * g * 4, k * c * h * 2,
         ), strict=True))  # fmt: skip
         offsets, at = {}, 0
         for name in REGIONS:
@@ -179,7 +179,7 @@ class Layout:
             "x": ("float8_e4m3fn", (c, h)), "x_sf": ("float32", (c, h // SCALE_GROUP)),
             "topk_idx": ("int64", (c, k)), "topk_weights": ("float32", (c, k)),
             "l1_acts": ("float8_e4m3fn", (p, h)), "l1_acts_sf": ("float32", (p, h // SCALE_GROUP)),
-            "l1_topk_weights": ("float32", (p,)), "row_kind": ("int32", (p,)),
+            "l1_topk_weights": ("float32", (p,)), "row_kind": ("int32", (2, p)),
             "l2_acts": ("float8_e4m3fn", (p, i)), "l2_acts_sf": ("float32", (p, i // SCALE_GROUP)),
             "combine": ("bfloat16", (k, c, h)),
         }  # fmt: skip

@@ -32,7 +32,7 @@ enum Region : u32 {
     kL1Acts,         // e4m3[G][H]          the pool: rows grouped by local expert, segments aligned to 128
     kL1ActsSf,       // f32[H/128][G]       MN-major
     kL1TopkWeights,  // f32[G]
-    kRowKind,        // u32[G]              for sums kept in place (mma/row_kind.cuh)
+    kRowKind,        // u32[2][G]           for sums kept in place, in L1 and in L2 (mma/row_kind.cuh)
     kL2Acts,         // e4m3[G][I]
     kL2ActsSf,       // f32[I/128][G]       MN-major
     kCombine,        // bf16[K][C][H]       one row per (slot, token), written by the expert's rank (peer-written)

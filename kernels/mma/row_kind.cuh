@@ -25,13 +25,14 @@ struct ScaleRange {
     MM_DEVICE u32 exponent() const { return high >> 23 & 0xff; }   // the largest is below 2^(exponent() - 126)
 };
 
-// A row of the pool, in kRowKind: written when the row is pulled, added to by its L1 tiles.
+// A row of the pool, in kRowKind. Both words are written when the row is pulled; L1's tiles, which read the first while others are
+// done already, count themselves in the second.
 struct RowKind {
-    static constexpr u32 kIrregularL1 = 0x100, kIrregularL2 = 0x200;
-    u32 word;   // exponent of the largest input scale | irregular in L1 | L1 tiles that make it irregular in L2 << 9
-    static MM_DEVICE RowKind of(const ScaleRange& inputs) { return {inputs.exponent() | (inputs.near(8, 60, 40) ? 0 : kIrregularL1)}; }
+    static constexpr u32 kIrregular = 0x100;
+    u32 word;   // L1: exponent of the largest input scale | irregular. L2: L1 tiles that make the row irregular
+    static MM_DEVICE RowKind of(const ScaleRange& inputs) { return {inputs.exponent() | (inputs.near(8, 60, 40) ? 0 : kIrregular)}; }
     MM_DEVICE u32 exponent() const { return word & 0xff; }
-    MM_DEVICE bool regular(bool l1) const { return l1 ? (word & kIrregularL1) == 0 : word < kIrregularL2; }
+    MM_DEVICE bool regular(bool l1) const { return l1 ? word < kIrregular : word == 0; }
 };
 
 // Scales between the two products are at least 1e-10 / 448; beyond this they are too far from it.

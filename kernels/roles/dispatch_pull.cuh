@@ -214,7 +214,11 @@ struct DispatchPull {
             if (lane == row) kind = RowKind::of(first).word;
             if (lane == row + 1) kind = RowKind::of(second).word;
         }
-        if (lane < rows) hw::st_u32(local_region<u32>(p, kRowKind) + mine.place, kind);
+        if (lane < rows) {
+            u32* to = local_region<u32>(p, kRowKind) + mine.place;
+            hw::st_u32(to, kind);
+            hw::st_u32(to + p.ring_rows, 0);
+        }
     }
     MM_DEVICE const f32* scales_of(u32 source, u32 token_slot) const {
         return peer_region<f32>(p, source, kXSf) + static_cast<u64>(token_slot / kMaxTopk) * (p.hidden / 128);

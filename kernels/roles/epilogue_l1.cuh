@@ -194,7 +194,7 @@ struct EpilogueL1 {
                     const f32 scale = top * (1.0f / kE4m3Max);
                     hw::st_f32(scales + row, scale);
                     if constexpr (Shape::kPackedCarry) {
-                        if (!(scale <= kRegularL2Scale)) hw::red_add_relaxed<Scope::kGpu>(local_region<u32>(p, kRowKind) + tile.row0 + row, RowKind::kIrregularL2);
+                        if (!(scale <= kRegularL2Scale)) hw::red_add_relaxed<Scope::kGpu>(local_region<u32>(p, kRowKind) + p.ring_rows + tile.row0 + row, 1);
                     }
                 }
             }

@@ -29,7 +29,7 @@ MM_DEVICE bool judge_rows(const Tile& tile, const MathThread<C>& me, const Colum
 #pragma unroll
     for (u32 h = 0; h < 2; ++h) {
         const u32 row = me.row(0) + 8 * h;
-        const RowKind kind{row < tile.valid() ? hw::lds_u32(kinds + row) : 127};   // of a row that does not exist, anything lies there
+        const RowKind kind{row < tile.valid() ? hw::lds_u32(kinds + row) : l1 ? 127u : 0u};   // of a row that does not exist, anything lies there
         // In L2 nothing of a regular row is moved, and what is known are the scales of its inputs.
         rescale.set_row(h, near_columns && kind.regular(l1), l1 ? PackedRescale<C>::unit_of(kind.exponent(), columns.exponent(), num_k) : 127);
     }

@@ -46,7 +46,7 @@ MM_DEVICE void load_acts(const KernelParams& p, u8* smem, const CtaBarriers<C>& 
             hw::mbarrier_arrive_expect_tx(full, boxes * kBoxRows * 128 + C::kBlockM * 4 + (load == 0 ? side_bytes + kKindBytes : 0));
             if (load == 0) {
                 hw::bulk_load(side, side_from, side_bytes, full);
-                if constexpr (kKindBytes != 0) hw::bulk_load(side + Plan::kSideKinds, local_region<u8>(p, kRowKind) + tile.row0 * 4ull, kKindBytes, full);
+                if constexpr (kKindBytes != 0) hw::bulk_load(side + Plan::kSideKinds, local_region<u8>(p, kRowKind) + (tile.row0 + (l1 ? 0 : p.ring_rows)) * 4ull, kKindBytes, full);
             }
             u8* a = smem + Plan::kA + stage.slot() * Plan::kABytes;
             for (u32 b = 0; b < boxes; ++b)

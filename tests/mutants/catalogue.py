@@ -190,9 +190,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(954, "policies", IN_PLACE, "finish_stage<C>(bars, before, me.lane());", "finish_stage<C>(bars, slot, me.lane());",
            "a stage is given back under its products", cases=("packed",)),
     Mutant(955, "policies", IN_PLACE, "hw::wgmma_wait<1>(acc[1]);", "", "the second unit's sums are multiplied under its product", cases=("packed",)),
-    Mutant(956, "policies", KIND, "inputs.near(8, 60, 40) ? 0 : kIrregularL1", "0", "every row counts as regular", cases=("packed-extreme",)),
+    Mutant(956, "policies", KIND, "inputs.near(8, 60, 40) ? 0 : kIrregular", "0", "every row counts as regular", cases=("packed-extreme",)),
     Mutant(957, "policies", EPI1, "!(scale <= kRegularL2Scale)", "false", "scales out of range between the products go unseen", cases=("packed-extreme",)),
-    Mutant(958, "policies", PULL, "hw::st_u32(local_region<u32>(p, kRowKind) + mine.place, kind);", "", "nothing is said of a row's scales", cases=("packed",)),
-    Mutant(959, "policies", ACTS, "tile.row0 * 4ull", "0", "the kinds of the first tile's rows for all", near="local_region<u8>(p, kRowKind)", cases=("packed-extreme",)),
+    Mutant(959, "policies", ACTS, "l1 ? 0 : p.ring_rows", "0", "L2 tiles are told the kinds of L1", near="local_region<u8>(p, kRowKind)", cases=("packed-extreme",)),
     Mutant(960, "policies", PACKED, "regular[h] && !all", "!all", "irregular rows are scaled", cases=("packed-extreme",)),
 )
