@@ -89,7 +89,7 @@ class KernelParams(ctypes.Structure):
         ("hidden", c_uint32), ("intermediate", c_uint32), ("num_experts", c_uint32), ("topk", c_uint32),
         ("pool_rows", c_uint32), ("dispatch_ctas", c_uint32), ("lag", c_uint32), ("unit_blocks", c_uint32),
         ("flags", c_uint32), ("clamp", c_float), ("smem_bytes", c_uint32), ("prefetch_blocks", c_uint32), ("ring_rows", c_uint32),
-        ("stagger", c_uint32), ("ahead", c_uint32), ("reserved", c_uint32 * 9),
+        ("stagger", c_uint32), ("ahead", c_uint32), ("reserved", c_uint32 * 11),
     ]  # fmt: skip
 
     def set_tensor_map(self, name: str, image: bytes) -> None:

@@ -154,16 +154,10 @@ class KernelConfig:
         return max(1, self.block_m // 64 // self.m_splits) * self.columns_per_warpgroup // 2
 
     @property
-    def packed_carry(self) -> bool:
-        """Does rescaling keep its carry in registers, as pairs of FP16? Where a warpgroup takes 64 rows as two column units."""
-        return (self.promotion == "rescale" and self.policy in ("fused", "serial_n") and self.columns_per_warpgroup == 256
-                and self.block_m // self.m_splits <= 64)
-
-    @property
     def accumulators(self) -> int:
-        """Registers per math thread that live through the main loop: sums, promotion scratch or packed carry, and at
-        BLOCK_N 128 the activations of the first pass (half as many as sums)."""
-        scratch = self.unit_columns // 2 if self.promotion == "classic" else self.sums // 2 if self.packed_carry else 0
+        """FP32 registers per math thread that live through the main loop: sums, promotion scratch, and at BLOCK_N 128
+        the activations of the first pass (half as many as sums)."""
+        scratch = self.unit_columns // 2 if self.promotion == "classic" else 0
         return self.sums + scratch + (self.sums // 2 if self.block_n == 128 else 0)
 
     def register_plan(self) -> tuple[int, int, int]:

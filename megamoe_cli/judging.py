@@ -111,7 +111,7 @@ def _on_cpu(data: CaseData, got: PhaseOutput, metrics: dict[str, float]) -> list
     chosen = set(busy[:: max(1, -(-len(busy) // CPU_RANKS))])
     tokens = [torch.tensor([data.problem.tokens[r] - 1] if r in chosen else [], dtype=torch.int64) for r in range(data.problem.ranks)]
     there = CaseData(data.problem, data.inputs, _LazyCpuWeights(data.weights), data.clamp, data.fast_math, data.label, data.seed)
-    report, limits = Report(metrics), end_to_end_limits(data.problem.shape.intermediate, data.rescaled)
+    report, limits = Report(metrics), end_to_end_limits(data.problem.shape.intermediate)
     for rank, reference in enumerate(end_to_end(there, tokens)):
         y = got[rank]["y"]
         check_rows(report, "e2e_cpu", y[reference.tokens.to(y.device)].cpu(), reference.y,
@@ -123,7 +123,7 @@ def _on_cpu(data: CaseData, got: PhaseOutput, metrics: dict[str, float]) -> list
 def shown(metrics: dict[str, float], plan: Plan) -> dict[str, Any]:
     """Metrics with the tolerance each was held to (where it hangs on the number of rows or codes: ``NAME.limit``); shares of
     equal elements are no errors and have none."""
-    e2e = end_to_end_limits(plan.problem.shape.intermediate, any(c.promotion == "rescale" for c in plan.configs))
+    e2e = end_to_end_limits(plan.problem.shape.intermediate)
     limits = {
         "l1_raw": LIMITS["l1_rel"].value, "l2_row": LIMITS["l2_rel"].value,
         "e2e": e2e.row, "e2e_cpu": e2e.row, "full_rel": e2e.row,

@@ -29,7 +29,7 @@ SCALE_GROUP = 128
 REGIONS = (
     "control", "count_flag", "done_flag", "recv_count", "recv_list", "send_count", "l1_arrival", "l2_arrival",
     "pool_free", "recv_count_sum", "metadata", "x", "x_sf", "topk_idx", "topk_weights", "l1_acts", "l1_acts_sf", "l1_topk_weights",
-    "row_kind", "l2_acts", "l2_acts_sf", "combine",
+    "l2_acts", "l2_acts_sf", "combine",
 )  # fmt: skip
 NUM_REGIONS = len(REGIONS)
 
@@ -136,7 +136,7 @@ class Layout:
             256 * 4, MAX_RANKS * 4, MAX_RANKS * 4, 2 * ranks * local * 4, ranks * c * k * 4, 2 * s.experts * 4,
             counters, counters, 2 * (p // TOKEN_ALIGNMENT) * 4, local * 4, g * 3 * 4,
             c * h, c * (h // SCALE_GROUP) * 4, c * k * 8, c * k * 4,
-            g * h, (h // SCALE_GROUP) * g * 4, g * 4, 2 * g * 4, g * i, (i // SCALE_GROUP) * g * 4, k * c * h * 2,
+            g * h, (h // SCALE_GROUP) * g * 4, g * 4, g * i, (i // SCALE_GROUP) * g * 4, k * c * h * 2,
         ), strict=True))  # fmt: skip
         offsets, at = {}, 0
         for name in REGIONS:
@@ -179,7 +179,7 @@ class Layout:
             "x": ("float8_e4m3fn", (c, h)), "x_sf": ("float32", (c, h // SCALE_GROUP)),
             "topk_idx": ("int64", (c, k)), "topk_weights": ("float32", (c, k)),
             "l1_acts": ("float8_e4m3fn", (p, h)), "l1_acts_sf": ("float32", (p, h // SCALE_GROUP)),
-            "l1_topk_weights": ("float32", (p,)), "row_kind": ("int32", (2, p)),
+            "l1_topk_weights": ("float32", (p,)),
             "l2_acts": ("float8_e4m3fn", (p, i)), "l2_acts_sf": ("float32", (p, i // SCALE_GROUP)),
             "combine": ("bfloat16", (k, c, h)),
         }  # fmt: skip
@@ -233,9 +233,9 @@ def smem_plan(config: KernelConfig, shape: Shape, ranks: int, stages: int | None
         "a": depth * a_rows * 128,
         "b": depth * config.block_n * 128,
         "sfa": depth * max(config.block_m, 32) * 4,
-        "carry": config.math_threads * config.sums * 4 if config.promotion == "rescale" and not config.packed_carry else 0,
+        "carry": config.math_threads * config.sums * 4 if config.promotion == "rescale" else 0,
         "amax": 2 * config.column_parts * a_rows * 4,
-        "side": round_up(TILE_SLOTS * config.block_m * (16 if config.packed_carry else 12), 128),
+        "side": round_up(TILE_SLOTS * config.block_m * 12, 128),
         "ring_and_barriers": round_up(TILE_SLOTS * 16 + 8 * (2 * depth + 2 * TILE_SLOTS + pulls + 1), 128),
         "rows": pulls * row_chunk(shape.hidden),
         "row_prefix": round_up(4 * (local * ranks + 1), 16),

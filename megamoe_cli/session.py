@@ -31,7 +31,7 @@ from .weights import LayerWeights, check_weights, transform_weights_for_mega_moe
 POISON = 0xFF  # NaN in e4m3, bf16 and f32; -1 in the integer views
 STUB_WORDS = NUM_REGIONS + 8
 # Regions a launch writes before it reads them. Counters and flags are not among them: those carry protocol state.
-_POISONED = ("recv_count_sum", "metadata", "l1_acts", "l1_acts_sf", "l1_topk_weights", "row_kind", "l2_acts", "l2_acts_sf", "combine")
+_POISONED = ("recv_count_sum", "metadata", "l1_acts", "l1_acts_sf", "l1_topk_weights", "l2_acts", "l2_acts_sf", "combine")
 # What a snapshot holds beside the public views: combine slots, and the workspace for checking that it is left clean.
 SNAPSHOT_VIEWS = VIEWS + ("combine",)
 WORKSPACE = ("control", "count_flag", "done_flag", "recv_count", "recv_list", "send_count", "l1_arrival", "l2_arrival")

@@ -32,7 +32,6 @@ enum Region : u32 {
     kL1Acts,         // e4m3[G][H]          the pool: rows grouped by local expert, segments aligned to 128
     kL1ActsSf,       // f32[H/128][G]       MN-major
     kL1TopkWeights,  // f32[G]
-    kRowKind,        // u32[2][G]           for sums kept in place, in L1 and in L2 (mma/row_kind.cuh)
     kL2Acts,         // e4m3[G][I]
     kL2ActsSf,       // f32[I/128][G]       MN-major
     kCombine,        // bf16[K][C][H]       one row per (slot, token), written by the expert's rank (peer-written)
@@ -92,7 +91,7 @@ struct alignas(64) KernelParams {
     u32 ring_rows;        // G: rows of the pool that memory is there for, a multiple of 128
     u32 stagger;          // cycles by which the second of two warpgroups with rows of their own starts later
     u32 ahead;            // K-blocks by which weights are asked into L2 ahead of their load; 0: not at all
-    u32 reserved[9];
+    u32 reserved[11];
 };
 static_assert(sizeof(KernelParams) % 64 == 0, "packed by the host as one blob");
 

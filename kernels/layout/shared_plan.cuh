@@ -37,6 +37,7 @@ struct Tile {
 };
 constexpr u32 kTileBytes = 16;
 constexpr u32 kWeightTileRows = 256;   // rows of weights that lie together for each K-block
+constexpr u32 kSideBytesPerRow = 12;   // per row of a tile: routing weight (L1) or metadata (L2)
 
 template <class C>
 struct SharedPlan {
@@ -52,9 +53,7 @@ struct SharedPlan {
     static constexpr u32 kCarry = kSfa + C::kStages * kSfaBytes;          // rescaling: f32[accumulator][math thread]
     static constexpr u32 kAmax = kCarry + TileShape<C>::kCarryBytes;      // f32[2 buffers][column parts][kARows]
     static constexpr u32 kSide = kAmax + 2 * TileShape<C>::kParts * kARows * 4;   // per tile slot: what its epilogue needs of its rows
-    // Per row of a tile: routing weight (L1) or metadata (L2), and where sums are kept in place, behind those of all rows, its kind.
-    static constexpr u32 kSideKinds = C::kBlockM * 12;
-    static constexpr u32 kSideBytes = kSideKinds + (TileShape<C>::kPackedCarry ? C::kBlockM * 4 : 0);
+    static constexpr u32 kSideBytes = C::kBlockM * kSideBytesPerRow;
     static constexpr u32 kRing = kSide + (kTileSlots * kSideBytes + 127) / 128 * 128;
     static constexpr u32 kBarriers = kRing + kTileSlots * kTileBytes;
     static constexpr u32 kNumBarriers = 2 * C::kStages + 2 * kTileSlots + kNumPull + 1;

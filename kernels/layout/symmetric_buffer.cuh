@@ -43,7 +43,6 @@ MM_HOST_DEVICE constexpr u64 region_bytes(const BufferShape& s, u32 region) {
         case kL1Acts: return ring * h;
         case kL1ActsSf: return (h / 128) * ring * 4;
         case kL1TopkWeights: return ring * 4;
-        case kRowKind: return 2 * ring * 4;
         case kL2Acts: return ring * i;
         case kL2ActsSf: return (i / 128) * ring * 4;
         case kCombine: return k * c * h * 2;

@@ -35,11 +35,8 @@ struct TileShape {
     static constexpr u32 kScaleBlocks = kColumns > 128 ? 2 : 1;   // 128-column blocks of weight scales in a part
     // An L1 tile always yields 128 activations, one requantization group: at BLOCK_N 128 it takes two passes over K.
     static constexpr u32 kPasses = 256 / C::kBlockN;
-    // Rescaling's carry: packed in registers where a warpgroup takes 64 rows as two column units, else FP32 in shared memory.
-    static constexpr bool kPackedCarry = C::kPromotion == Promotion::kRescale && kRowUnits == 1 && kColumnUnits == 2;
-    static constexpr u32 kCarryBytes = C::kPromotion == Promotion::kRescale && !kPackedCarry ? 128 * C::kMathWarpgroups * kUnits * kRegs * 4 : 0;
+    static constexpr u32 kCarryBytes = C::kPromotion == Promotion::kRescale ? 128 * C::kMathWarpgroups * kUnits * kRegs * 4 : 0;
     static_assert(kRowSplits == 1 || (kRowSplits == 2 && C::kBlockM == 128 && C::kMathWarpgroups == 2 && !kWarpMma));
-    static_assert(!kPackedCarry || (kUnitColumns == 128 && kPasses == 1));
     static_assert(kPasses * C::kBlockN == 256 && kColumns * kParts == C::kBlockN);
     static_assert(kWarpMma ? C::kBlockM <= 32 : kUnitColumns == 64 || kUnitColumns == 128 || kUnitColumns == 256);
     static_assert(C::kPolicy != Policy::kWideN || (kUnitColumns == 256 && C::kPromotion == Promotion::kRescale));

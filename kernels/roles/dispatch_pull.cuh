@@ -3,7 +3,6 @@
 // one arrival per row. A row longer than 4 KB travels in chunks; the load of the next chunk is in flight
 // while the current one is stored.
 #pragma once
-#include "../mma/row_kind.cuh"
 #include "dispatch_send.cuh"
 
 namespace megamoe {
@@ -192,38 +191,6 @@ struct DispatchPull {
         }
     }
 
-    // The batch's rows by their input scales, by the whole warp: two rows at a time.
-    MM_DEVICE void note_kinds(const Row& mine, u32 rows) const {
-        const u32 groups = p.hidden / 128;
-        u32 kind = 0;
-#pragma unroll 1
-        for (u32 row = 0; row < rows; row += 2) {
-            const u32 other = row + 1 < rows ? row + 1 : row;
-            const f32* one = scales_of(hw::shfl(mine.source, row), hw::shfl(mine.token_slot, row));
-            const f32* two = scales_of(hw::shfl(mine.source, other), hw::shfl(mine.token_slot, other));
-            ScaleRange first, second;
-#pragma unroll 1
-            for (u32 group = lane; group < groups; group += 32) {
-                const f32 a = hw::ld_f32(one + group), b = hw::ld_f32(two + group);
-                first.add(a);
-                second.add(b);
-            }
-            hw::warp_sync();
-            first.join();
-            second.join();
-            if (lane == row) kind = RowKind::of(first).word;
-            if (lane == row + 1) kind = RowKind::of(second).word;
-        }
-        if (lane < rows) {
-            u32* to = local_region<u32>(p, kRowKind) + mine.place;
-            hw::st_u32(to, kind);
-            hw::st_u32(to + p.ring_rows, 0);
-        }
-    }
-    MM_DEVICE const f32* scales_of(u32 source, u32 token_slot) const {
-        return peer_region<f32>(p, source, kXSf) + static_cast<u64>(token_slot / kMaxTopk) * (p.hidden / 128);
-    }
-
     // Bytes of chunk `chunk` of a row.
     MM_DEVICE u32 chunk_size(u32 chunk, u32 chunk_bytes) const {
         const u32 left = p.hidden - chunk * chunk_bytes;
@@ -254,7 +221,6 @@ struct DispatchPull {
                 load.advance(chunks);
             }
             copy_side_data(mine, rows);
-            if constexpr (TileShape<C>::kPackedCarry) note_kinds(mine, rows);
             hw::warp_sync();   // the side data of all lanes, before lane 0 publishes rows
             u32 stores = 0;
             u32 unpublished = kNoRow;

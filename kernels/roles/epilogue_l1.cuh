@@ -190,13 +190,7 @@ struct EpilogueL1 {
                     const u32 pass = n / Shape::kColumnUnits, c = n % Shape::kColumnUnits;
                     store_row(acc, held, r * Shape::kColumnUnits + c, pass, half, row, act_column(pass, c), inverse);
                 }
-                if (me.part() == 0 && me.quad_lane() == 0 && row < tile.valid()) {
-                    const f32 scale = top * (1.0f / kE4m3Max);
-                    hw::st_f32(scales + row, scale);
-                    if constexpr (Shape::kPackedCarry) {
-                        if (!(scale <= kRegularL2Scale)) hw::red_add_relaxed<Scope::kGpu>(local_region<u32>(p, kRowKind) + p.ring_rows + tile.row0 + row, 1);
-                    }
-                }
+                if (me.part() == 0 && me.quad_lane() == 0 && row < tile.valid()) hw::st_f32(scales + row, top * (1.0f / kE4m3Max));
             }
         }
     }

@@ -42,12 +42,8 @@ MM_DEVICE void load_acts(const KernelParams& p, u8* smem, const CtaBarriers<C>& 
                 stage.advance();
                 continue;
             }
-            constexpr u32 kKindBytes = TileShape<C>::kPackedCarry ? C::kBlockM * 4 : 0;
-            hw::mbarrier_arrive_expect_tx(full, boxes * kBoxRows * 128 + C::kBlockM * 4 + (load == 0 ? side_bytes + kKindBytes : 0));
-            if (load == 0) {
-                hw::bulk_load(side, side_from, side_bytes, full);
-                if constexpr (kKindBytes != 0) hw::bulk_load(side + Plan::kSideKinds, local_region<u8>(p, kRowKind) + (tile.row0 + (l1 ? 0 : p.ring_rows)) * 4ull, kKindBytes, full);
-            }
+            hw::mbarrier_arrive_expect_tx(full, boxes * kBoxRows * 128 + C::kBlockM * 4 + (load == 0 ? side_bytes : 0));
+            if (load == 0) hw::bulk_load(side, side_from, side_bytes, full);
             u8* a = smem + Plan::kA + stage.slot() * Plan::kABytes;
             for (u32 b = 0; b < boxes; ++b)
                 hw::tma_load_2d(a + b * kBoxRows * 128, map, full, static_cast<i32>(k * 128), static_cast<i32>(tile.row0 + b * kBoxRows));

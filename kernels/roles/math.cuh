@@ -58,7 +58,7 @@ MM_DEVICE void math_role(const KernelParams& p, u8* smem, const CtaBarriers<C>& 
                     trace.lap(kTraceTileWait);
                     kind = tile.kind();
                     if (kind == kTileEnd) break;
-                    main_loop<C>(p, smem, bars, tile, side_data<C>(smem, ring), this_math_thread<C>(), stage, acc, trace);
+                    main_loop<C>(p, smem, bars, tile, this_math_thread<C>(), stage, acc, trace);
                 }
                 if (kind == kTileL2 || pass + 1 == TileShape<C>::kPasses) break;
                 const Tile tile = tile_at<C>(smem, ring);   // its first activations wait for the second pass

@@ -110,7 +110,7 @@ def as_if_masked(cases: Cases, outputs: Outputs, run: int, expert: int) -> list[
     """y is what it would be with the expert's slots masked, within the end-to-end limits."""
     case, report = cases[run], Report()
     inputs = [replace(d, topk_idx=d.topk_idx.masked_fill(d.topk_idx == expert, -1)) for d in case.inputs]
-    limits = end_to_end_limits(case.problem.shape.intermediate, case.rescaled)
+    limits = end_to_end_limits(case.problem.shape.intermediate)
     for rank, reference in enumerate(end_to_end(replace(case, inputs=inputs))):
         y = outputs[run][rank]["y"][: case.problem.tokens[rank]].cpu()
         check_rows(report, "not_as_masked", y, reference.y, lambda r: (rank, r, None),

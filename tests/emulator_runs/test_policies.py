@@ -56,7 +56,6 @@ def test_bad_requests_are_one_line() -> None:
 # not a bit of any other row changes (tests/data/small_inputs.yaml).
 @pytest.mark.parametrize("config", [
     "block_m=64,promotion=rescale", "block_m=32,policy=mma_sync,promotion=rescale", "block_m=64,policy=serial_n",
-    "split=m,promotion=rescale", pytest.param("block_m=32,math_threads=128,policy=serial_n,promotion=rescale", marks=pytest.mark.long),
     pytest.param("block_m=16,math_threads=128,policy=wide_n,promotion=rescale", marks=pytest.mark.long),
     pytest.param("block_m=32,math_threads=128,policy=serial_n,promotion=rescale,block_n=128", marks=pytest.mark.long),
 ])  # fmt: skip
@@ -72,7 +71,6 @@ SAME: dict[str, list[dict[str, Any]]] = {
     "block_m=32,promotion=rescale": [{"ctas": 1}, {"ctas": 3}, {"cluster": 2, "ctas": 2}, {"order": "wave", "lag": 0, "unit_blocks": 1},
                                      {"policy": "serial_n", "lag": 2}],  # fmt: skip
     "block_m=128,block_n=128": [{"ctas": 1}, {"ctas": 5}, {"cluster": 2, "ctas": 4}, {"order": "wave", "lag": 2}, {"lag": 0, "unit_blocks": 1}],
-    "split=m,promotion=rescale": [{"ctas": 1}, {"ctas": 5}, {"cluster": 2, "ctas": 4}, {"order": "wave", "lag": 2}, {"policy": "serial_n", "lag": 1}, {"stagger": 4000}],
     "block_m=16,math_threads=128,policy=wide_n,promotion=rescale": [{"ctas": 1}, {"ctas": 4}, {"cluster": 2, "ctas": 4}, {"order": "wave", "lag": 1}],
 }  # fmt: skip
 

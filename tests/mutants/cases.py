@@ -14,7 +14,6 @@ SEEDS = (0, 1, 2)  # random and lazy, by priority and lazy, random and random (s
 # name -> (why, request). One kernel configuration wherever possible: each costs a compile.
 _RING = ["block_m=64", "stages=2"]
 _RESCALED = ["block_m=16", "math_threads=128", "policy=wide_n", "promotion=rescale", "stages=2"]
-_PACKED = ["block_m=32", "math_threads=128", "policy=serial_n", "promotion=rescale", "stages=2"]
 REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "base": ("several blocks to an expert, two stages that wrap", {"tokens_per_rank": "40,71"}),
     "wide": ("all CTAs send", {"tokens_per_rank": "33,58", "options": {"tokens_bound": 4000, "vary_tokens": True}}),
@@ -34,9 +33,6 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "rescaled": ("33 K-blocks in one accumulator of 256 columns: carried twice",
                  {"shape": "4224x256x2x1", "tokens_per_rank": "7,5", "config": _RESCALED}),
     "extreme": ("scales that may not be divided by", {"named": "S26", "config": _RESCALED}),
-    "packed": ("33 K-blocks of sums in place, moved to halves four times",
-               {"shape": "4224x256x2x1", "tokens_per_rank": "7,5", "config": _PACKED}),
-    "packed-extreme": ("the same scales for sums in place with a packed carry", {"named": "S26", "config": _PACKED}),
     "serial": ("two products of 128 columns, each in its own accumulator",
                {"tokens_per_rank": "24,9", "config": ["block_m=16", "math_threads=128", "policy=serial_n", "stages=2"]}),
     "warp": ("warp-level products", {"tokens_per_rank": "24,9", "config": ["block_m=32", "policy=mma_sync", "stages=2"]}),

@@ -7,8 +7,7 @@ from tests.mutants.patching import Mutant
 
 SEND, PULL = "roles/dispatch_send.cuh", "roles/dispatch_pull.cuh"
 ACTS, WEIGHTS = "roles/load_acts.cuh", "roles/load_weights.cuh"
-MATH, LOOP, SCALES = "roles/math.cuh", "roles/math_loop.cuh", "roles/weight_scales.cuh"
-IN_PLACE, PACKED, KIND = "roles/in_place_loop.cuh", "mma/packed_rescale.cuh", "mma/row_kind.cuh"
+MATH, LOOP = "roles/math.cuh", "roles/math_loop.cuh"
 EPI1, EPI2 = "roles/epilogue_l1.cuh", "roles/epilogue_l2.cuh"
 FINISH, COMBINE = "roles/finish.cuh", "roles/combine.cuh"
 PIPE, WAIT, TOP = "comm/pipeline.cuh", "comm/wait.cuh", "sm90_fp8_mega_moe.cuh"
@@ -79,7 +78,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(307, "rings", LOOP, "if (k != 0) finish_stage<C>(bars, before, me.lane());", "if (k != 0) finish_stage<C>(bars, slot, me.lane());", "a stage is released while its product reads it", cases=("tall",)),
     Mutant(308, "rings", WEIGHTS, _RING_WRITE + "\n        " + _RING_FULL, _RING_FULL + " " + _RING_WRITE, "a tile is published before it is written"),
     Mutant(309, "rings", ACTS, "ring.advance();", "", "the A loader stays at its tile"),
-    Mutant(310, "rings", ACTS, "(load == 0 ? side_bytes + kKindBytes : 0)", "0", "the side data's bytes are not expected"),
+    Mutant(310, "rings", ACTS, "(load == 0 ? side_bytes : 0)", "0", "the side data's bytes are not expected"),
     Mutant(311, "rings", PIPE, "(bits & 0x100) ^ 0x100", "bits & 0x100", "the parity never flips"),
     Mutant(312, "rings", PIPE, "hw::fence_mbarrier_init();", "", "mbarriers not made visible to the copy engine"),
     Mutant(313, "rings", TOP, "hw::cta_sync<C::kThreads>();", "", "mbarriers used before they are initialised"),
@@ -111,11 +110,11 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(509, "epilogues", EPI2, "static_cast<u64>(slot) * p.capacity + token", "static_cast<u64>(slot) * p.num_tokens + token", "wrong combine slot"),
     Mutant(510, "epilogues", EPI2, "column < columns", "true", "columns past H are stored", cases=("overhang",)),
     Mutant(511, "epilogues", EPI2, "me.warp_has(r, tile.valid())", "me.warp_has(r, tile.valid() - 1)", "a lone row in the second half is dropped", cases=("tall",)),
-    Mutant(512, "epilogues", SCALES, "(tile.n * C::kBlockN + me.column(0)) / 128", "tile.n * C::kBlockN / 128", "both warpgroups take the first column scale"),
+    Mutant(512, "epilogues", LOOP, "(tile.n * C::kBlockN + me.column(0)) / 128", "tile.n * C::kBlockN / 128", "both warpgroups take the first column scale"),
     Mutant(513, "epilogues", LOOP, "me.has(r, tile.valid())", "me.has(r, tile.valid() - 1)", "a lone row in the second half is not computed", cases=("tall",)),
-    Mutant(516, "epilogues", SCALES, "lane / 16 != k / 16 % 2", "lane / 16 == k / 16 % 2", "the lanes whose scales are in use take the next ones", cases=("long",)),
-    Mutant(517, "epilogues", SCALES, "k + 16 + lane % 16", "k + lane % 16", "the scales of the K-blocks that are done are taken again", cases=("long",)),
-    Mutant(518, "epilogues", SCALES, "hw::shfl(hw::f32_to_bits(second), k % 32)", "hw::shfl(hw::f32_to_bits(second), 0)", "every K-block has the first one's up scale"),
+    Mutant(516, "epilogues", LOOP, "lane / 16 != k / 16 % 2", "lane / 16 == k / 16 % 2", "the lanes whose scales are in use take the next ones", cases=("long",)),
+    Mutant(517, "epilogues", LOOP, "k + 16 + lane % 16", "k + lane % 16", "the scales of the K-blocks that are done are taken again", cases=("long",)),
+    Mutant(518, "epilogues", LOOP, "hw::shfl(hw::f32_to_bits(second), k % 32)", "hw::shfl(hw::f32_to_bits(second), 0)", "every K-block has the first one's up scale"),
 
     # ---- combine
     Mutant(601, "combine", FINISH, "math_thread < p.num_ranks", "math_thread + 1 < p.num_ranks", "the last peer's slots are not waited for", near="bool ok = true;"),
@@ -182,16 +181,4 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(931, "policies", BLOCK, "word(a, row + 8, k + byte)", "word(a, row, k + byte)", "the lower row's operand is the upper row's", cases=("warp",)),
     Mutant(932, "policies", BLOCK, "word(b, 8 * chunk + row, k + byte + 16)", "word(b, 8 * chunk + row, k + byte)", "the low half of K twice", cases=("warp",)),
     Mutant(941, "policies", STREAM, "++step_;", "step_ += 2;", "a wave's second GEMM reaches into the next wave", near="bool next_of_wave()", cases=("waves",)),
-    Mutant(951, "policies", PACKED, "now[h][x] * hw::rcp_approx(next[h][x])", "next[h][x] * hw::rcp_approx(now[h][x])", "the ratio is upside down", cases=("packed",)),
-    Mutant(952, "policies", PACKED, "hw::add_f16x2(carry[c][pair], hw::cvt_f16x2(sums[2 * pair] * into[parity], sums[2 * pair + 1] * into[parity]))",
-           "hw::cvt_f16x2(sums[2 * pair] * into[parity], sums[2 * pair + 1] * into[parity])", "a move forgets those before it", cases=("packed",)),
-    Mutant(953, "policies", IN_PLACE, "factors(k - 1, before, was);", "factors(k, slot, was);", "sums are moved by the factors to come",
-           near="if (k == num_k) break;", cases=("packed",)),
-    Mutant(954, "policies", IN_PLACE, "finish_stage<C>(bars, before, me.lane());", "finish_stage<C>(bars, slot, me.lane());",
-           "a stage is given back under its products", cases=("packed",)),
-    Mutant(955, "policies", IN_PLACE, "hw::wgmma_wait<1>(acc[1]);", "", "the second unit's sums are multiplied under its product", cases=("packed",)),
-    Mutant(956, "policies", KIND, "inputs.near(8, 60, 40) ? 0 : kIrregular", "0", "every row counts as regular", cases=("packed-extreme",)),
-    Mutant(957, "policies", EPI1, "!(scale <= kRegularL2Scale)", "false", "scales out of range between the products go unseen", cases=("packed-extreme",)),
-    Mutant(959, "policies", ACTS, "l1 ? 0 : p.ring_rows", "0", "L2 tiles are told the kinds of L1", near="local_region<u8>(p, kRowKind)", cases=("packed-extreme",)),
-    Mutant(960, "policies", PACKED, "regular[h] && !all", "!all", "irregular rows are scaled", cases=("packed-extreme",)),
 )

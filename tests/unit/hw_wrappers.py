@@ -58,7 +58,7 @@ SYNC = """
     hw::mbarrier_arrive_expect_tx(bar, 128);
     hw::mbarrier_arrive_cluster(bar, 0);
     hw::mbarrier_arrive_release_cluster(bar, 0);
-    hw::st_u32(out, hw::mbarrier_try_wait(bar, 0) + hw::mbarrier_try_wait_cluster(bar, 1));
+    hw::st_u32(out, hw::mbarrier_test_wait(bar, 0) + hw::mbarrier_try_wait(bar, 0) + hw::mbarrier_try_wait_cluster(bar, 1));
 """
 
 TMA = """
@@ -81,8 +81,7 @@ WARP_MATH = """
     f32 f = hw::shfl_xor_f32(hw::ld_f32(fout), 2);
     if (hw::elect_one()) f = hw::exp2_approx(f) + hw::rcp_approx(f) + hw::div_exact(f, 3.f) + hw::exp_exact(f) + hw::fma(f, f, f);
     f = hw::min_nan(f, 1.f) + hw::max_nan(f, 0.f) + hw::max_f32(hw::abs_f32(f), 2.f);
-    w += hw::uniform(w) + hw::popcount(w) + hw::log2_ceil(w) + hw::warp_max(w) + hw::warp_min(w);
-    w += hw::add_f16x2(hw::fma_f16x2(w, w, w), hw::cvt_f16x2(f, hw::f16_low(w) + hw::f16_high(w)));
+    w += hw::uniform(w) + hw::popcount(w);
     w += hw::cvt_e4m3x2(f, f) + hw::cvt_bf16x2(f, f) + hw::f32_to_bits(hw::bits_to_f32(w)) + hw::byte_perm(w, w, 0x3210);
     f32 d[4] = {f, f, f, f};
     hw::mma_e4m3_m16n8k32(d[0], d[1], d[2], d[3], w, w + 1, w + 2, w + 3, w + 4, w + 5);

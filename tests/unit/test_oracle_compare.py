@@ -223,7 +223,7 @@ def test_few_samples_average_out_less():
     assert base < code_share_limit(False, 10**6) < 1.05 * base
     assert code_share_limit(True, 896) > LIMITS["code_share_rescaled"].value
     classic, rescaled = end_to_end_limits(128), end_to_end_limits(128, True)
-    assert (round(rescaled.row / classic.row, 6), rescaled.rank, round(rescaled.cosine, 6)) == (round(3**0.5, 6), classic.rank, 0.988)
+    assert (classic.row, classic.rank, classic.cosine) == (rescaled.row, rescaled.rank, rescaled.cosine)
 
     def together(rows: int, error: float, limits) -> bool:
         expected, report = torch.ones(rows, 64), Report()

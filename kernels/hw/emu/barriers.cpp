@@ -210,6 +210,17 @@ void mbarrier_arrive_cluster(u64* bar, u32 cta, bool release_cluster, const char
     arrive(b, offset, where);
 }
 
+bool mbarrier_test_wait(u64* bar, u32 parity, const char* file, int line) {
+    Thread& t = enter();
+    const Where where = MM_HERE;
+    u32 offset;
+    Mbarrier& b = use(t, cta_of(t), bar, where, offset, "mbarrier.test_wait");
+    if (parity > 1) g_engine->fatal("mbarrier", where, format("parity %u", parity));
+    if ((b.phase & 1u) == parity) return false;
+    t.clock.join(b.cta_done);
+    return true;
+}
+
 bool mbarrier_try_wait(u64* bar, u32 parity, bool cluster_scope, const char* file, int line) {
     Engine& e = *g_engine;
     Thread& t = enter(true);

@@ -124,6 +124,7 @@ MM_DEVICE void mbarrier_arrive_expect_tx(u64* bar, u32 bytes, MM_AT) { emu::mbar
 MM_DEVICE void mbarrier_arrive_cluster(u64* bar, u32 cta, MM_AT) { emu::mbarrier_arrive_cluster(bar, cta, false, MM_FWD); }
 MM_DEVICE void mbarrier_arrive_release_cluster(u64* bar, u32 cta, MM_AT) { emu::mbarrier_arrive_cluster(bar, cta, true, MM_FWD); }
 MM_DEVICE bool mbarrier_try_wait(u64* bar, u32 parity, MM_AT) { return emu::mbarrier_try_wait(bar, parity, false, MM_FWD); }
+MM_DEVICE bool mbarrier_test_wait(u64* bar, u32 parity, MM_AT) { return emu::mbarrier_test_wait(bar, parity, MM_FWD); }
 MM_DEVICE bool mbarrier_try_wait_cluster(u64* bar, u32 parity, MM_AT) { return emu::mbarrier_try_wait(bar, parity, true, MM_FWD); }
 
 // ---- tma.cuh
@@ -180,14 +181,6 @@ MM_DEVICE void mma_e4m3_m16n8k32(f32& d0, f32& d1, f32& d2, f32& d3, u32 a0, u32
 }
 
 // ---- warp_math.cuh: collectives (the arithmetic is in device_math.cuh)
-MM_DEVICE u32 warp_max(u32 v, MM_AT) {
-    for (u32 mask = 1; mask < 32; mask *= 2) {
-        const u32 other = emu::warp_collective(emu::WarpOp::kShflXor, ~0u, v, mask, MM_FWD);
-        v = other > v ? other : v;
-    }
-    return v;
-}
-MM_DEVICE u32 warp_min(u32 v, MM_AT) { return ~warp_max(~v, MM_FWD); }
 MM_DEVICE u32 uniform(u32 v, MM_AT) { return emu::warp_collective(emu::WarpOp::kUniform, ~0u, v, 0, MM_FWD); }
 MM_DEVICE u32 shfl(u32 v, u32 lane, MM_AT) { return emu::warp_collective(emu::WarpOp::kShfl, ~0u, v, lane, MM_FWD); }
 MM_DEVICE u32 shfl_xor(u32 v, u32 mask, MM_AT) { return emu::warp_collective(emu::WarpOp::kShflXor, ~0u, v, mask, MM_FWD); }

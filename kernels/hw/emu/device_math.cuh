@@ -29,7 +29,6 @@ MM_DEVICE f32 min_nan(f32 a, f32 b) { return a != a ? a : b != b ? b : b < a ? b
 MM_DEVICE f32 max_nan(f32 a, f32 b) { return a != a ? a : b != b ? b : b > a ? b : a; }
 MM_DEVICE f32 max_f32(f32 a, f32 b) { return __builtin_fmaxf(a, b); }
 MM_DEVICE f32 abs_f32(f32 v) { return __builtin_fabsf(v); }
-MM_DEVICE u32 log2_ceil(u32 v) { return v == 1 ? 0 : 32 - static_cast<u32>(__builtin_clz(v - 1)); }
 MM_DEVICE u32 popcount(u32 v) { return static_cast<u32>(__builtin_popcount(v)); }
 MM_DEVICE f32 fma(f32 a, f32 b, f32 c) { return __builtin_fmaf(a, b, c); }
 
@@ -58,39 +57,6 @@ MM_DEVICE u32 emu_bf16(f32 x) {
     return (b + 0x7FFFu + ((b >> 16) & 1u)) >> 16;
 }
 MM_DEVICE u32 cvt_bf16x2(f32 lo, f32 hi) { return emu_bf16(lo) | (emu_bf16(hi) << 16); }
-
-// FP16: nearest even, subnormals kept, beyond 65504 infinity, NaN to 0x7FFF.
-MM_DEVICE u32 emu_f16(f32 x) {
-    const u32 bits = f32_to_bits(x), sign = bits >> 16 & 0x8000u, mag = bits & 0x7FFFFFFFu;
-    if (mag > 0x7F800000u) return 0x7FFFu;
-    if (mag >= 0x47800000u) return sign | 0x7C00u;
-    if (mag >= 0x38800000u) return sign | ((mag - 0x38000000u + 0xFFFu + (mag >> 13 & 1u)) >> 13);   // a carry may reach infinity
-    return sign | (f32_to_bits(bits_to_f32(mag) + 0.5f) - f32_to_bits(0.5f));   // multiples of 2^-24: the low bits of the sum
-}
-MM_DEVICE f32 emu_from_f16(u32 half) {
-    const u32 sign = (half & 0x8000u) << 16, mag = half & 0x7FFFu;
-    if (mag >= 0x7C00u) return bits_to_f32(sign | 0x7F800000u | (mag & 0x3FFu) << 13);
-    const f32 size = mag < 0x400u ? static_cast<f32>(mag) * 0x1p-24f : bits_to_f32((mag << 13) + 0x38000000u);
-    return bits_to_f32(sign | f32_to_bits(size));
-}
-MM_DEVICE u32 cvt_f16x2(f32 lo, f32 hi) { return emu_f16(lo) | emu_f16(hi) << 16; }
-MM_DEVICE f32 f16_low(u32 pair) { return emu_from_f16(pair & 0xFFFFu); }
-MM_DEVICE f32 f16_high(u32 pair) { return emu_from_f16(pair >> 16); }
-// The sum is exact in FP64 (unless the two are 2^40 apart); its FP32 rounding is made odd, so that rounding it again is rounding once.
-MM_DEVICE u32 emu_fma_f16(u32 a, u32 b, u32 c) {
-    const double exact = static_cast<double>(emu_from_f16(a)) * static_cast<double>(emu_from_f16(b)) + static_cast<double>(emu_from_f16(c));
-    f32 rounded = static_cast<f32>(exact);
-    if (exact == exact && static_cast<double>(rounded) != exact && !(f32_to_bits(rounded) & 1u)) {
-        const bool up = static_cast<double>(rounded) < exact;
-        rounded = bits_to_f32(f32_to_bits(rounded) + (up == (rounded > 0.0f) ? 1u : ~0u));
-    }
-    return emu_f16(rounded);
-}
-MM_DEVICE u32 fma_f16x2(u32 a, u32 b, u32 c) {
-    return emu_fma_f16(a & 0xFFFFu, b & 0xFFFFu, c & 0xFFFFu) | emu_fma_f16(a >> 16, b >> 16, c >> 16) << 16;
-}
-
-MM_DEVICE u32 add_f16x2(u32 a, u32 b) { return fma_f16x2(a, 0x3C003C00u, b); }
 
 // prmt: nibble bits 0-2 pick a byte of {b, a}; bit 3 replicates its sign.
 MM_DEVICE u32 byte_perm(u32 a, u32 b, u32 selector) {

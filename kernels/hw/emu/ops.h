@@ -63,6 +63,7 @@ void mbarrier_init(u64* bar, u32 arrivals, MM_FL);
 void mbarrier_arrive(u64* bar, MM_FL);
 void mbarrier_arrive_expect_tx(u64* bar, u32 bytes, MM_FL);
 void mbarrier_arrive_cluster(u64* bar, u32 cta, bool release_cluster, MM_FL);
+bool mbarrier_test_wait(u64* bar, u32 parity, MM_FL);
 bool mbarrier_try_wait(u64* bar, u32 parity, bool cluster_scope, MM_FL);
 
 // Asynchronous copies

@@ -59,6 +59,15 @@ MM_DEVICE bool mbarrier_try_wait(u64* bar, u32 parity) {
         "selp.u32 %0, 1, 0, p;\n}" : "=r"(done) : "r"(static_cast<u32>(__cvta_generic_to_shared(bar))), "r"(parity) : "memory");
     return done != 0;
 }
+// The same without waiting: false while the phase is not complete.
+MM_DEVICE bool mbarrier_test_wait(u64* bar, u32 parity) {
+    u32 done;
+    asm volatile(
+        "{\n.reg .pred p;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n}" : "=r"(done) : "r"(static_cast<u32>(__cvta_generic_to_shared(bar))), "r"(parity) : "memory");
+    return done != 0;
+}
 // mbarrier_try_wait with acquire at cluster scope: for what a peer CTA stored before it arrived. Invalidates L1 (CCTL.IVALL).
 MM_DEVICE bool mbarrier_try_wait_cluster(u64* bar, u32 parity) {
     u32 done;

@@ -10,7 +10,6 @@ MM_DEVICE u32 shfl_up(u32 v, u32 delta) { return __shfl_up_sync(0xffffffffu, v, 
 MM_DEVICE f32 shfl_xor_f32(f32 v, u32 mask) { return __shfl_xor_sync(0xffffffffu, v, mask); }
 MM_DEVICE u32 ballot(bool p) { return __ballot_sync(0xffffffffu, p); }
 MM_DEVICE u32 popcount(u32 v) { return __popc(v); }
-MM_DEVICE u32 log2_ceil(u32 v) { return 32 - __clz(v - 1); }   // of v > 0
 MM_DEVICE bool all(bool p) { return __all_sync(0xffffffffu, p); }
 MM_DEVICE bool any(bool p) { return __any_sync(0xffffffffu, p); }
 
@@ -50,33 +49,6 @@ MM_DEVICE u32 cvt_bf16x2(f32 lo, f32 hi) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(hi), "f"(lo));
     return v;
 }
-// Two f32 to f16, round to nearest even (cvt.rn.f16x2.f32); pairs of f16 multiplied and added with one rounding (fma.rn.f16x2);
-// halves of a pair as f32.
-MM_DEVICE u32 cvt_f16x2(f32 lo, f32 hi) {
-    u32 v;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(hi), "f"(lo));
-    return v;
-}
-MM_DEVICE u32 fma_f16x2(u32 a, u32 b, u32 c) {
-    u32 v;
-    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(v) : "r"(a), "r"(b), "r"(c));
-    return v;
-}
-MM_DEVICE u32 add_f16x2(u32 a, u32 b) {
-    u32 v;
-    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
-    return v;
-}
-MM_DEVICE f32 f16_low(u32 pair) {
-    f32 v;
-    asm("{\n.reg .b16 lo, hi;\nmov.b32 {lo, hi}, %1;\ncvt.f32.f16 %0, lo;\n}" : "=f"(v) : "r"(pair));
-    return v;
-}
-MM_DEVICE f32 f16_high(u32 pair) {
-    f32 v;
-    asm("{\n.reg .b16 lo, hi;\nmov.b32 {lo, hi}, %1;\ncvt.f32.f16 %0, hi;\n}" : "=f"(v) : "r"(pair));
-    return v;
-}
 // min.NaN / max.NaN.f32: a NaN operand makes the result NaN (9.7.3.11-12).
 MM_DEVICE f32 min_nan(f32 a, f32 b) {
     f32 y;
@@ -94,10 +66,6 @@ MM_DEVICE f32 abs_f32(f32 v) { return fabsf(v); }
 // A value that is the same in all lanes (the emulator checks it), told to the compiler: what is derived from it moves to the uniform
 // datapath, and a branch on it keeps the warp together. `redux` writes a uniform register; a shuffle does not.
 MM_DEVICE u32 uniform(u32 v) { return __reduce_or_sync(0xffffffffu, v); }
-
-// Largest and smallest over the warp's lanes (redux.sync).
-MM_DEVICE u32 warp_max(u32 v) { return __reduce_max_sync(0xffffffffu, v); }
-MM_DEVICE u32 warp_min(u32 v) { return __reduce_min_sync(0xffffffffu, v); }
 
 MM_DEVICE f32 bits_to_f32(u32 v) { return __uint_as_float(v); }
 MM_DEVICE u32 f32_to_bits(f32 v) { return __float_as_uint(v); }
